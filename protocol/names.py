@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 from blake3 import blake3
 
 PeerId: TypeAlias = str
-"""A libp2p peer id in base58 (`12D3KooW...`). An ed25519 id contains the public key, so it verifies signatures alone."""
+"""A libp2p peer id in base58 (`12D3KooW...`). An ed25519 id contains the public key: it verifies signatures alone."""
 
 Digest: TypeAlias = bytes
 """32 bytes of BLAKE3."""
@@ -42,9 +42,7 @@ class Base:
     state_hash: Digest
 
     def digest(self) -> Digest:
-        return digest(
-            b"atoll/base", self.run, self.lineage, encode_integer(self.round), self.prev, self.state_hash
-        )
+        return digest(b"atoll/base", self.run, self.lineage, encode_integer(self.round), self.prev, self.state_hash)
 
 
 def initial_lineage(run: Digest) -> Digest:

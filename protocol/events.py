@@ -1,0 +1,240 @@
+"""What goes into a peer's state machine and what comes out (`protocol.peer.PeerMachine`).
+
+The driver performs effects strictly in the order given: a `Persist` is on disk before the `Send` behind it leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from protocol.messages import Commit, PartHeader, Reformed, Roster, Signed, UnitRange
+from protocol.names import Base, Digest, PeerId
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """An envelope's bytes from the network. Parsed, checked and verified by the machine; bad ones are counted."""
+
+    data: bytes
+    from_peer: PeerId
+    """The neighbour that handed it over (not necessarily its signer)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed: `next_wakeup_s` was reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerProgress:
+    """What the local trainer says of its budget. `remaining_s` is None while no trainer is attached."""
+
+    remaining_s: float | None
+    units_wanted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """The contribution of round `base.round` is encoded and durable; every attempt reuses these bytes."""
+
+    base: Base
+    tokens: tuple[tuple[int, int], ...]
+    norm: float
+    largest: float
+    ranges_done: tuple[UnitRange, ...]
+    units_wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksChanged:
+    """Byte limits of the operator and edges that failed in the last 8 rounds."""
+
+    upload_limit_bytes: int
+    download_limit_bytes: int
+    failed_edges: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderDraft:
+    """The engine, root of `header.part`, asks for the node's signature."""
+
+    header: PartHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartHeld:
+    """The payload of a part is verified against its header and on disk."""
+
+    header: Signed[PartHeader]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeEnded:
+    """The engine has closed all it was to do for this roster."""
+
+    roster_id: Digest
+    failed_edges: tuple[PeerId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsFetched:
+    """The answer to `FetchParts`: all are held (each was also announced by `PartHeld`), or `missing` is not empty."""
+
+    roster_id: Digest
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The commit of round `round - 1` is applied and durable; the state is now that of round `round`."""
+
+    round: int
+    state_hash: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageAble:
+    """Whether storing and receiving bytes works; goes out in heartbeats as `able`."""
+
+    able: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveRequested:
+    """SIGTERM or `atoll stop`."""
+
+
+Event: TypeAlias = (
+    Received
+    | Tick
+    | TrainerProgress
+    | Frozen
+    | LinksChanged
+    | HeaderDraft
+    | PartHeld
+    | ExchangeEnded
+    | PartsFetched
+    | Applied
+    | StorageAble
+    | LeaveRequested
+)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Write the vote journal, durably (fsync), before any later effect."""
+
+    journal: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """An envelope to one peer, or with `to` None to every connected peer of the run. Loss is allowed."""
+
+    to: PeerId | None
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freeze:
+    """Ask the trainer for its contribution within `within_s`, finished or not; answered by `Frozen`."""
+
+    base: Base
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartExchange:
+    roster_id: Digest
+    roster: Signed[Roster]
+    my_index: int | None
+    """My bit in this roster; None: I am not in it (nothing to send; parts come by `FetchParts`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopExchange:
+    roster_id: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderSigned:
+    """The answer to `HeaderDraft`; None: refused (a roster of an earlier life, or not the current one)."""
+
+    header: PartHeader
+    signed: Signed[PartHeader] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchParts:
+    """Get these payloads from any of `sources`; answered by `PartHeld` for each and one `PartsFetched`."""
+
+    roster_id: Digest
+    headers: tuple[Signed[PartHeader], ...]
+    sources: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """All bytes of this commit are held: apply it; answered by `Applied`."""
+
+    commit: Commit
+    commit_hash: Digest
+    my_index: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewLineage:
+    """A REFORM took effect: store it. The machine is on the new lineage, same round and state."""
+
+    reformed: Reformed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    """`peer` is at a tip that I cannot reach from what I hold: the driver catches up and builds a new machine."""
+
+    peer: PeerId
+    round: int
+    lineage: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misbehaved:
+    """Bad input from a stranger: counted, logged once."""
+
+    peer: PeerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Something that must stop the node: two decisions for one round, or a corrupt state."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The run is over and every live member shows the final tip, or the bounded wait is over."""
+
+
+Effect: TypeAlias = (
+    Persist
+    | Send
+    | Freeze
+    | StartExchange
+    | StopExchange
+    | HeaderSigned
+    | FetchParts
+    | Apply
+    | NewLineage
+    | CatchUp
+    | Misbehaved
+    | Alarm
+    | Finished
+)
