@@ -1,0 +1,160 @@
+"""The schema of `status --json` and `peers --json` (design section 11): stable names, read by people's scripts."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_HISTORY_ROUNDS = 200
+"""Finished rounds that `Status.history` keeps."""
+
+
+class LastRound(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest committed round, as this node saw it."""
+
+    round: int
+    contributors: int
+    """Peers counted in at least one part."""
+    excluded: dict[str, str] = {}
+    """Peer id → why it was not counted, in a few words."""
+    seconds: float
+    """From the commit before it to this one."""
+    bytes_sent: int
+    bytes_received: int
+    assemble_s: float
+    """From the first READY to the roster."""
+    exchange_s: float
+    """From the roster to the last part."""
+    commit_s: float
+    """From the last part to the applied commit."""
+
+
+class HistoryRound(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the run's history."""
+
+    round: int
+    seconds: float
+    contributors: tuple[str, ...] = ()
+    """Peer ids counted in at least one part."""
+    excluded: dict[str, str] = {}
+    state_hash: str
+    """Hex; of the state that the round led to."""
+    loss: float | None = None
+    """This node's mean training loss in the round."""
+    validation_loss: float | None = None
+    """Measured on the state that the round led to."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    tokens_total: int = 0
+    """Tokens counted by the run up to and with this round."""
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer as this node knows it: one row of `atoll peers`."""
+
+    peer_id: str
+    name: str | None = None
+    addresses: tuple[str, ...] = ()
+    connected: bool = False
+    """A live control connection."""
+    alive: bool = False
+    """Heard within the run's heartbeat timeout."""
+    member: bool = False
+    """In the chain's member list, not only connected."""
+    round: int | None = None
+    state_hash: str | None = None
+    tokens_per_s: float | None = None
+    round_trip_ms: float | None = None
+    version: str | None = None
+    dropped: int = 0
+    """Messages of it that were refused."""
+
+
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    attached: bool = False
+    name: str | None = None
+    device: str | None = None
+    step: int = 0
+    """Inner steps of this round."""
+    budget_steps: int = 0
+    """Inner steps after which it contributes."""
+
+
+class WorkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Invariant 3: produced = counted + carried + discarded (tokens trained by this node)."""
+
+    produced_tokens: int = 0
+    counted_tokens: int = 0
+    carried_tokens: int = 0
+    """In the local model, not in a commit yet."""
+    discarded_tokens: int = 0
+    """Lost in a hard reset, and said so."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's answer to "what is going on?"."""
+
+    peer_id: str
+    name: str | None = None
+    version: str
+    addresses: tuple[str, ...] = ()
+    """Multiaddrs with `/p2p/PEER_ID`: any of them is enough for another to join."""
+    run_id: str | None = None
+    """Hex; None: the manifest has not arrived yet."""
+    run_name: str | None = None
+    phase: str
+    """`starting`, `joining`, `catching-up`, `waiting`, `training`, `exchanging`, `committing`, `leaving`, `finished`."""
+    reason: str
+    """One sentence: what this node is waiting for."""
+    round: int = 0
+    """The round being worked on: the number of commits applied."""
+    final_round: int | None = None
+    state_hash: str | None = None
+    lineage: str | None = None
+    members: int = 0
+    """Members alive, this node included."""
+    member_list: tuple[MemberStatus, ...] = ()
+    """All known peers of the run, this node included."""
+    group: tuple[str, ...] = ()
+    """Peer ids of the group that this node exchanges in."""
+    tokens_total: int = 0
+    """Tokens counted by the run."""
+    tokens_per_s: float = 0.0
+    """Training speed of this node."""
+    loss: float | None = None
+    """Training loss of this node, newest."""
+    validation_loss: float | None = None
+    last_round: LastRound | None = None
+    history: tuple[HistoryRound, ...] = ()
+    """Newest last, at most `MAX_HISTORY_ROUNDS`."""
+    trainer: TrainerStatus = TrainerStatus()
+    work: WorkStatus = WorkStatus()
+    parameters: int = 0
+    """Elements of the outer state's vector."""
+    disk_bytes: int = 0
+    """Used by parts, snapshots and artifacts of this run."""
+    resident_bytes: dict[str, int] = {}
+    """Process ("supervisor", "daemon", "engine", "trainer") → resident memory."""
+    problems: dict[str, int] = {}
+    """What went wrong and was dealt with, counted by reason, since the start."""
+    http: str | None = None
+    """`HOST:PORT` of the status server, when it is on."""
+    exported: str | None = None
+    """Directory of the finished run's model, once it is written."""
+    uptime_s: float = 0.0
+
+
+class Peers(msgspec.Struct, frozen=True, kw_only=True):
+    """`peers --json`."""
+
+    peer_id: str
+    peers: tuple[MemberStatus, ...] = ()
+
+
+class ExportPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `POST /export`: a snapshot on this node's disk that holds the current state."""
+
+    run_id: str
+    round: int
+    state_hash: str
+    snapshot: str
+    """Absolute path."""
