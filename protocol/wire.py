@@ -1,0 +1,135 @@
+"""Envelopes: messages as signed bytes and back (protocol section 3; `proto/round.proto`).
+
+A signature covers `atoll/<kind>/1`, a zero byte and the body as received, so that a body signed as one kind can never
+pass as another. Checks of form are here; whether a message is valid now is `protocol.validity`'s question.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from protocol.bodies import MAX_BODY_BYTES, decode_body, encode_body, make_signed
+from protocol.fields import WireError
+from protocol.messages import (
+    Commit,
+    Fetch,
+    Have,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    MessageT,
+    PartHeader,
+    Proposal,
+    Ready,
+    Reform,
+    Reformed,
+    ReformVote,
+    Roster,
+    Signed,
+    Vote,
+)
+from protocol.names import Digest, Keyring, PeerId, digest
+from protocol.pb import round_pb2 as pb
+
+__all__ = [
+    "MAX_ENVELOPE_BYTES",
+    "WireError",
+    "decode",
+    "decode_body",
+    "decode_commit",
+    "encode",
+    "encode_body",
+    "encode_commit",
+    "kind_name",
+    "roster_id",
+    "sign",
+    "signing_bytes",
+    "verify",
+]
+
+_KINDS: Final[dict[type[object], tuple[str, pb.Kind.ValueType]]] = {
+    Ready: ("ready", pb.READY),
+    Join: ("join", pb.JOIN),
+    Leave: ("leave", pb.LEAVE),
+    Roster: ("roster", pb.ROSTER),
+    PartHeader: ("part_header", pb.PART_HEADER),
+    Proposal: ("proposal", pb.PROPOSAL),
+    Vote: ("vote", pb.VOTE),
+    Commit: ("commit", pb.COMMIT),
+    Reform: ("reform", pb.REFORM),
+    ReformVote: ("reform_vote", pb.REFORM_VOTE),
+    Reformed: ("reformed", pb.REFORMED),
+    Heartbeat: ("heartbeat", pb.HEARTBEAT),
+    Fetch: ("fetch", pb.FETCH),
+    Have: ("have", pb.HAVE),
+}
+_BY_NUMBER: Final[dict[int, type[Any]]] = {number: kind for kind, (_, number) in _KINDS.items()}
+
+_ENVELOPE_OVERHEAD_BYTES: Final = 512
+"""Sender, signature and field tags."""
+MAX_ENVELOPE_BYTES: Final = max(MAX_BODY_BYTES.values()) + _ENVELOPE_OVERHEAD_BYTES
+
+
+def kind_name(kind: type[Message]) -> str:
+    """The name that separates this kind's signatures from all others."""
+    return _KINDS[kind][0]
+
+
+def signing_bytes(kind: type[MessageT], body: bytes) -> bytes:
+    """What a signature under a message of `kind` covers."""
+    return b"atoll/" + _KINDS[kind][0].encode() + b"/1\0" + body
+
+
+def sign(keyring: Keyring, sender: PeerId, message: MessageT) -> Signed[MessageT]:
+    """`message` signed with the keyring's own key, which must be `sender`'s."""
+    body = encode_body(message)
+    signature = keyring.sign(signing_bytes(type(message), body))
+    return Signed(sender=sender, message=message, body=body, signature=signature)
+
+
+def verify(keyring: Keyring, signed: Signed[Any]) -> bool:
+    """Whether `signed.sender` signed this body as this kind. Signatures nested inside are not looked at."""
+    return keyring.verify(signed.sender, signing_bytes(type(signed.message), signed.body), signed.signature)
+
+
+def encode(signed: Signed[Any]) -> bytes:
+    """The envelope: kind, sender, body and signature."""
+    return pb.Envelope(
+        kind=_KINDS[type(signed.message)][1], sender=signed.sender, body=signed.body, signature=signed.signature
+    ).SerializeToString(deterministic=True)
+
+
+def decode(data: bytes) -> Signed[Any]:
+    """The signed message in an envelope, of any kind; its signature is not verified yet.
+
+    Raises `WireError`, and nothing else, on anything malformed, oversized or out of range.
+    """
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise WireError(f"an envelope of {len(data)} bytes is over the limit of {MAX_ENVELOPE_BYTES}")
+    envelope = pb.Envelope()
+    try:
+        envelope.ParseFromString(data)
+    except DecodeError as error:
+        raise WireError(f"an envelope of {len(data)} bytes does not parse") from error
+    kind = _BY_NUMBER.get(envelope.kind)
+    if kind is None:
+        raise WireError(f"an envelope has the unknown kind {envelope.kind}")
+    return make_signed(kind, envelope.sender, envelope.body, envelope.signature)
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """A commit as it is stored and served: its own signatures are all inside."""
+    return encode_body(commit)
+
+
+def decode_commit(data: bytes) -> Commit:
+    """Raises `WireError`."""
+    return decode_body(Commit, data)
+
+
+def roster_id(signed: Signed[Roster]) -> Digest:
+    """The name of a roster: the hash of its body."""
+    return digest(b"atoll/roster", signed.body)
