@@ -74,7 +74,9 @@ def from_json(text: str) -> DaemonSettings:
     try:
         return msgspec.json.decode(text, type=DaemonSettings)
     except msgspec.DecodeError as error:
-        raise OperatorError(f"the settings handed to this process do not decode ({error}); start it by `atoll daemon`")
+        raise OperatorError(
+            f"the settings handed to this process do not decode ({error}); start it by `atoll daemon`"
+        ) from error
 
 
 def from_environment() -> DaemonSettings:

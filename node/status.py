@@ -102,7 +102,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Hex; None: the manifest has not arrived yet."""
     run_name: str | None = None
     phase: str
-    """`starting`, `joining`, `catching-up`, `waiting`, `training`, `exchanging`, `committing`, `leaving`, `finished`."""
+    """`starting`, `joining`, `catching-up`, `waiting`, `training`, `exchanging`, `committing`, `leaving`, `finished`"""
     reason: str
     """One sentence: what this node is waiting for."""
     round: int = 0
