@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -73,6 +72,7 @@ class Supervisor:
                 self._end_children()
             finally:
                 self._clean_up()
+        self._loop.close()
         return self._exit_code
 
     def _next_deadline_s(self) -> float | None:
@@ -388,8 +388,6 @@ class Supervisor:
         self._port.close()
         remove_live_files(self._home)
         self._log.close()
-        with contextlib.suppress(OSError):
-            self._loop.close()
 
 
 def _again(delay_s: float) -> str:
