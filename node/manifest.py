@@ -1,24 +1,37 @@
 """The manifest: the resolved, canonical, signed definition of a run (design section 4).
 
 People write TOML (`node.run_config`); `atoll run create` resolves it to this, whose canonical bytes hash to the run id.
-The daemon reads strangers' manifests, so this module imports neither PyTorch nor pydantic and checks every bound.
+The daemon reads strangers' manifests, so this module imports neither PyTorch nor pydantic, and nothing is used before
+`node.manifest_checks` has looked at every bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from blake3 import blake3
 from msgspec import Meta
 
+import protocol.layout
+from node.errors import AtollError
+from protocol.names import Digest, PeerId, digest
+from protocol.rules import Quorum, Rules
+
 FORMAT = 1
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+UNBOUNDED_EPOCH_UNITS = 1 << 40
+"""Units of an epoch whose data has no known length: leases then count work, they do not divide data."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 HexDigest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ManifestError(AtollError):
+    """A manifest that cannot be a run: one sentence that names the key, the value and the fix."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,16 +84,24 @@ class Data(_Part, frozen=True, kw_only=True):
     artifact: str | None = None
     """Name in `artifacts` of the packed training tokens."""
     path: str | None = None
+    """Dataset of the hub, or the format of `data_files`: `json`, `parquet`, `csv` or `text`."""
     name: str | None = None
+    """Configuration of the dataset."""
     split: str | None = None
     text_field: str | None = None
+    data_files: tuple[str, ...] = ()
+    """Files of the dataset; without a hub dataset, relative to the folder that each operator names (`ATOLL_DATA`)."""
     function: str | None = None
+    end_token_id: NonNegativeInt | None = None
+    """Stands between two documents when a peer packs them itself."""
 
 
 class Validation(_Part, frozen=True, kw_only=True):
     artifact: str | None = None
     """Packed validation tokens; None: the head of the `validation_split` of the dataset."""
     split: str | None = None
+    share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of a dataset's documents, by hash, that no peer trains on because validation is made of them."""
     sequences: PositiveInt = 64
     every_rounds: PositiveInt = 1
 
@@ -106,6 +127,8 @@ class Inner(_Part, frozen=True, kw_only=True):
     """0: the whole batch at once. Else gradient accumulation by this many."""
     rejoin_warmup_steps: NonNegativeInt = 50
     """Extra warm-up of a fresh inner optimizer (a joiner's)."""
+    autocast: str = "bfloat16"
+    """Type of the matrix products on a GPU, over fp32 parameters: `bfloat16` or `off`. A CPU computes in fp32."""
 
 
 class Outer(_Part, frozen=True, kw_only=True):
@@ -195,12 +218,140 @@ class Manifest(_Part, frozen=True, kw_only=True):
     def canonical(self) -> bytes:
         return msgspec.json.encode(self, order="deterministic")
 
-    def run_id(self) -> bytes:
+    def run_id(self) -> Digest:
         return blake3(self.canonical()).digest()
 
 
 class SignedManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """As it is stored and sent: canonical bytes and the creator's signature over them."""
+    """As it is stored and sent: canonical bytes and the creator's signature over `signing_bytes` of them."""
 
     body: bytes
     signature: bytes
+
+    @property
+    def run_id(self) -> Digest:
+        return blake3(self.body).digest()
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def signing_bytes(body: bytes) -> bytes:
+    """What the creator signs: bound to this type of message, as every signature here."""
+    return digest(b"atoll/manifest", body)
+
+
+def validate(manifest: Manifest) -> None:
+    """Raise `ManifestError` for the first thing that keeps `manifest` from being a run of this software."""
+    from node.manifest_checks import problem  # not at the top: it is written in terms of this module's structs
+
+    sentence = problem(manifest)
+    if sentence is not None:
+        raise ManifestError(sentence)
+
+
+def decode(body: bytes) -> Manifest:
+    """The manifest of canonical bytes, from anyone. Raises `ManifestError`."""
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"a manifest of {len(body)} bytes is over the limit of {MAX_MANIFEST_BYTES} bytes")
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ManifestError(f"the manifest does not decode: {error}") from error
+    if manifest.canonical() != body:
+        # Two encodings of one run would have two run ids.
+        raise ManifestError("the manifest's bytes are not canonical: make it again with `atoll run create`")
+    validate(manifest)
+    return manifest
+
+
+def decode_signed(data: bytes, verify: Callable[[PeerId, bytes, bytes], bool]) -> tuple[SignedManifest, Manifest]:
+    """A stored or received `SignedManifest`. `verify(signer, message, signature)` as in `protocol.names.Keyring`.
+
+    Raises `ManifestError`.
+    """
+    if len(data) > MAX_MANIFEST_BYTES + 1024:
+        raise ManifestError(f"a signed manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES} bytes")
+    try:
+        signed = msgspec.msgpack.decode(data, type=SignedManifest)
+    except msgspec.DecodeError as error:
+        raise ManifestError(f"the signed manifest does not decode: {error}") from error
+    manifest = decode(signed.body)
+    if not verify(manifest.creator, signing_bytes(signed.body), signed.signature):
+        raise ManifestError(f"the manifest's signature is not that of its creator {manifest.creator}: do not use it")
+    return signed, manifest
+
+
+def rules(manifest: Manifest) -> Rules:
+    """The constants that the protocol's state machines share. `manifest` is valid."""
+    admission, limits = manifest.admission, manifest.limits
+    allowed = None
+    if admission.join == "list":
+        allowed = tuple(sorted({*admission.peers, *admission.founders, manifest.creator}))
+    return Rules(
+        run=manifest.run_id(),
+        founders=admission.founders or (manifest.creator,),
+        initial_state_hash=bytes.fromhex(manifest.initial_state_hash),
+        allowed_peers=allowed,
+        quorum=Quorum(admission.quorum),
+        min_peers=limits.min_peers,
+        max_electors=limits.max_electors,
+        elements=manifest.layout.elements,
+        buffer_elements=manifest.layout.buffer_elements,
+        part_elements=manifest.rounds.part_elements,
+        fragments=manifest.rounds.fragments,
+        overlap=manifest.rounds.overlap,
+        codec=manifest.rounds.codec,
+        sum_codec=manifest.rounds.sum_codec,
+        momentum=manifest.outer.momentum,
+        outer_lr=manifest.outer.lr,
+        epoch_units=manifest.data.units or UNBOUNDED_EPOCH_UNITS,
+        lease_cap_units=limits.lease_units,
+        unit_tokens=manifest.data.unit_sequences * manifest.data.sequence_tokens,
+        weight_cap_ratio=limits.weight_cap_ratio,
+        norm_limit_ratio=limits.norm_limit_ratio,
+        heartbeat_s=limits.heartbeat_s,
+        heartbeat_timeout_s=limits.heartbeat_timeout_s,
+        grace_s=limits.grace_s,
+        ready_max_s=limits.ready_max_s,
+        assembly_max_s=limits.assembly_max_s,
+        level_max_s=limits.level_max_s,
+        level_min_s=limits.level_min_s,
+        progress_s=limits.progress_s,
+        slack_s=limits.slack_s,
+        attempt_timeout_s=limits.attempt_timeout_s,
+        attempt_timeout_max_s=limits.attempt_timeout_max_s,
+        resend_s=limits.resend_s,
+        fork_timeout_s=limits.fork_timeout_s,
+        reform_collect_s=limits.reform_collect_s,
+        final_round=manifest.end.rounds or None,
+        final_tokens=manifest.end.tokens or None,
+    )
+
+
+def flat_layout(layout: Layout) -> protocol.layout.Layout:
+    """The places of all tensors as `protocol` knows them; its `digest()` is what a trainer shows when it attaches."""
+    return protocol.layout.Layout(
+        parameters=tuple(_entry(tensor) for tensor in layout.parameters),
+        buffers=tuple(_entry(tensor) for tensor in layout.buffers),
+        elements=layout.elements,
+        buffer_elements=layout.buffer_elements,
+    )
+
+
+def stored_layout(layout: protocol.layout.Layout) -> Layout:
+    """The inverse of `flat_layout`."""
+    return Layout(
+        elements=layout.elements,
+        buffer_elements=layout.buffer_elements,
+        parameters=tuple(_tensor(entry) for entry in layout.parameters),
+        buffers=tuple(_tensor(entry) for entry in layout.buffers),
+    )
+
+
+def _entry(tensor: Tensor) -> protocol.layout.Entry:
+    return protocol.layout.Entry(name=tensor.name, shape=tensor.shape, offset=tensor.offset)
+
+
+def _tensor(entry: protocol.layout.Entry) -> Tensor:
+    return Tensor(name=entry.name, shape=entry.shape, offset=entry.offset)
