@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Container, Iterable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from protocol.chain import ChainState, coordinator, decision, member, quorum
@@ -151,11 +151,11 @@ def _check_people(state: ChainState, rules: Rules, roster: Roster, keyring: Keyr
             return why
     groups: tuple[tuple[Signed[Any], ...], ...] = (roster.readys, roster.joins, roster.leaves)
     for group in groups:
-        if len({signed.sender for signed in group}) != len(group):
+        if len({each.sender for each in group}) != len(group):
             return "a peer joins or leaves twice in the roster"
-    for signed in chain.from_iterable(groups):
-        if not verify(keyring, signed):
-            return f"the {type(signed.message).__name__.upper()} of {signed.sender} in the roster is not signed by it"
+        for each in group:
+            if not verify(keyring, each):
+                return f"the {type(each.message).__name__.upper()} of {each.sender} in the roster is not signed by it"
     return None
 
 
