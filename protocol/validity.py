@@ -160,7 +160,7 @@ def _check_people(state: ChainState, rules: Rules, roster: Roster, keyring: Keyr
 
 
 def _check_omissions(roster: Roster, held: Collection[PeerId]) -> str | None:
-    present = {signed.sender for signed in (*roster.readys, *roster.leaves)}
+    present = {ready.sender for ready in roster.readys} | {leave.sender for leave in roster.leaves}
     for peer in sorted(held):
         if peer not in present:
             return f"the roster leaves out the READY of {peer}, which was there in time"
