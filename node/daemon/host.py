@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -291,7 +292,7 @@ def _why(error: BaseException | None) -> str:
         if isinstance(one, trio.TooSlowError):
             return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
         if isinstance(one, OSError) and one.strerror:
-            return one.strerror
+            return os.strerror(one.errno) if one.errno else one.strerror
     return "what answers there does not speak libp2p with Noise"
 
 
