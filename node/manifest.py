@@ -282,7 +282,7 @@ def decode_signed(data: bytes, verify: Callable[[PeerId, bytes, bytes], bool]) -
     return signed, manifest
 
 
-def rules(manifest: Manifest) -> Rules:
+def rules_of(manifest: Manifest) -> Rules:
     """The constants that the protocol's state machines share. `manifest` is valid."""
     admission, limits = manifest.admission, manifest.limits
     allowed = None
@@ -327,6 +327,9 @@ def rules(manifest: Manifest) -> Rules:
         final_round=manifest.end.rounds or None,
         final_tokens=manifest.end.tokens or None,
     )
+
+
+rules = rules_of
 
 
 def flat_layout(layout: Layout) -> protocol.layout.Layout:

@@ -34,13 +34,13 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The model: a language model of transformers with its config, or a user's function."""
 
-    architecture: str | None = Field(None, pattern=r"^[A-Z]\w{0,99}$")
+    architecture: str | None = Field(default=None, pattern=r"^[A-Z]\w{0,99}$")
     """A causal language model class of transformers, such as `LlamaForCausalLM`."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its config class (or of the function). The vocabulary defaults to the tokenizer's."""
     function: FunctionName | None = None
     """`module:function` returning a torch module; each operator must install and allow it."""
-    seed: int = Field(0, ge=0, lt=1 << 63)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Of the initial parameters, which are drawn once, here, and shipped."""
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class TokenizerConfig(_Section):
 
     source: Literal["train", "file", "hub", "none"] = "train"
     """`train`: byte-level BPE on the run's text. `file`: a tokenizer.json. `hub`: a model's tokenizer. `none`."""
-    vocabulary: int = Field(2048, ge=260, le=1 << 20)
+    vocabulary: int = Field(default=2048, ge=260, le=1 << 20)
     """Tokens of a trained tokenizer: the 256 bytes, the end token, and merges."""
     file: Text | None = None
     """Path of a tokenizer.json, relative to the TOML."""
@@ -81,7 +81,7 @@ class DataConfig(_Section):
     """Name of the package."""
     files: list[Text] = Field(default_factory=list)
     """Glob patterns, relative to the package or to the TOML: `.txt` (a document a file), `.jsonl`, `.parquet`."""
-    max_documents: int = Field(0, ge=0)
+    max_documents: int = Field(default=0, ge=0)
     """Use only this many documents, spread evenly over all; 0: all."""
     path: Text | None = None
     """Dataset of the hub, or `json`, `parquet`, `csv` or `text` for `data_files`."""
@@ -96,7 +96,7 @@ class DataConfig(_Section):
     """`module:function` that yields documents; each operator must install and allow it."""
     sequence_tokens: int = Field(ge=2, le=1 << 20)
     """Tokens of a packed sequence."""
-    unit_sequences: int = Field(64, ge=1, le=4096)
+    unit_sequences: int = Field(default=64, ge=1, le=4096)
     """Packed sequences of a unit, the granule in which data is leased to peers."""
 
     @model_validator(mode="after")
@@ -116,13 +116,13 @@ class DataConfig(_Section):
 class ValidationConfig(_Section):
     """Fixed sequences, of documents that nobody trains on, measured by every peer alike."""
 
-    sequences: int = Field(64, ge=1, le=65_536)
-    every_rounds: int = Field(1, ge=1)
-    share: float = Field(0.04, gt=0, le=0.5)
+    sequences: int = Field(default=64, ge=1, le=65_536)
+    every_rounds: int = Field(default=1, ge=1)
+    share: float = Field(default=0.04, gt=0, le=0.5)
     """Share of the documents that is held out when the data has no split of its own."""
     split: Text | None = None
     """Split of a Hugging Face dataset to take them from."""
-    max_scan_documents: int = Field(200_000, ge=1)
+    max_scan_documents: int = Field(default=200_000, ge=1)
     """Documents of a stream that are looked at, at most, to find the held-out ones when the run is created."""
 
 
@@ -130,23 +130,23 @@ class InnerConfig(_Section):
     """AdamW and its schedule. Steps count over the run, so a joiner enters in the middle."""
 
     lr: float = Field(gt=0, le=10)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0, lt=1)
-    weight_decay: float = Field(0.1, ge=0, le=10)
-    clip_norm: float = Field(1.0, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0, lt=1)
+    weight_decay: float = Field(default=0.1, ge=0, le=10)
+    clip_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    total_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int = Field(default=0, ge=0)
     """Where the schedule ends; 0: at end.rounds × rounds.steps, and then warm-up takes at most half of it."""
-    final_lr_ratio: float = Field(0.1, ge=0, le=1)
+    final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of `lr`."""
-    batch_sequences: int = Field(8, ge=1)
+    batch_sequences: int = Field(default=8, ge=1)
     """Sequences of an inner step on one node."""
-    micro_batch_sequences: int = Field(0, ge=0)
+    micro_batch_sequences: int = Field(default=0, ge=0)
     """Sequences that go through the model at once; 0: the whole batch."""
-    rejoin_warmup_steps: int = Field(50, ge=0)
+    rejoin_warmup_steps: int = Field(default=50, ge=0)
     """Warm-up of a fresh inner optimizer, such as a joiner's."""
     autocast: Literal["bfloat16", "off"] = "bfloat16"
     """Type of the matrix products on a GPU; parameters stay fp32, and a CPU computes in fp32."""
@@ -155,15 +155,15 @@ class InnerConfig(_Section):
 class OuterConfig(_Section):
     """Nesterov momentum on the mean of what the peers learned in a round."""
 
-    momentum: float = Field(0.9, ge=0, lt=1)
-    lr: list[OuterRow] = Field([(1, 0.4), (2, 0.6), (8, 0.7)])
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    lr: list[OuterRow] = Field(default=[(1, 0.4), (2, 0.6), (8, 0.7)])
     """Rows of (contributors at least, learning rate), ascending from 1."""
 
 
 class RoundsConfig(_Section):
-    steps: int = Field(50, ge=1, le=100_000)
+    steps: int = Field(default=50, ge=1, le=100_000)
     """H: inner steps of a round."""
-    part_elements: int = Field(65_536, ge=256, le=1 << 24, multiple_of=256)
+    part_elements: int = Field(default=65_536, ge=256, le=1 << 24, multiple_of=256)
     """Elements of a part, the granule that peers average and vote on."""
     codec: Literal["fp32", "fp16", "int8", "int4"] = "int8"
     """How contributions and results travel."""
@@ -185,26 +185,26 @@ class AdmissionConfig(_Section):
 
 
 class EndConfig(_Section):
-    rounds: int = Field(0, ge=0, lt=1 << 40)
+    rounds: int = Field(default=0, ge=0, lt=1 << 40)
     """Rounds of the run; 0: no limit."""
-    tokens: int = Field(0, ge=0, lt=1 << 60)
+    tokens: int = Field(default=0, ge=0, lt=1 << 60)
     """Tokens of the run; 0: no limit."""
 
 
 class LimitsConfig(_Section):
     """Seconds where the name ends in `_s`, measured on each peer's own clock."""
 
-    min_peers: int = Field(1, ge=1, le=10_000)
+    min_peers: int = Field(default=1, ge=1, le=10_000)
     """A round needs this many contributors; with fewer the run waits."""
-    max_electors: int = Field(64, ge=1, le=64)
+    max_electors: int = Field(default=64, ge=1, le=64)
     """Members that vote, at most."""
-    lease_units: int = Field(0, ge=0, le=1 << 20)
+    lease_units: int = Field(default=0, ge=0, le=1 << 20)
     """Units that a member may ask for at a time, at least one round's; 0: what two rounds of average length need."""
-    weight_cap_ratio: float = Field(3.0, ge=1)
+    weight_cap_ratio: float = Field(default=3.0, ge=1)
     """A contribution weighs at most this many times the median one."""
-    norm_limit_ratio: float = Field(5.0, ge=1)
+    norm_limit_ratio: float = Field(default=5.0, ge=1)
     """A contribution whose norm is this many times the median's is left out."""
-    heartbeat_s: float = Field(1.0, ge=0.05, le=3600)
+    heartbeat_s: float = Field(default=1.0, ge=0.05, le=3600)
     heartbeat_timeout_s: Seconds = 6.0
     """Silence after which a peer counts as gone; at least twice the heartbeat."""
     grace_s: Seconds = 2.0
@@ -226,9 +226,9 @@ class LimitsConfig(_Section):
     fork_timeout_s: Seconds = 20.0
     """How long a quorum must be silent before the others re-form without it; more than the heartbeat timeout."""
     reform_collect_s: Seconds = 10.0
-    snapshot_every_rounds: int = Field(5, ge=1)
-    keep_snapshots: int = Field(2, ge=1)
-    keep_rounds: int = Field(20, ge=2)
+    snapshot_every_rounds: int = Field(default=5, ge=1)
+    keep_snapshots: int = Field(default=2, ge=1)
+    keep_rounds: int = Field(default=20, ge=2)
     """Rounds whose results are kept for peers that catch up; more than `snapshot_every_rounds`."""
 
 

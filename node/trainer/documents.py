@@ -6,6 +6,7 @@ every peer's trainer, each in its own order.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -157,16 +158,15 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
+    arrow: Any = importlib.import_module("pyarrow")  # it has no types
+    parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(columns=[text_field], batch_size=256):
                 for text in batch.column(0).to_pylist():
                     if text:
                         yield str(text)
-    except (pyarrow.ArrowException, IndexError) as error:
+    except (arrow.ArrowException, IndexError) as error:
         raise DataError(f"{file} is not a parquet file with the column {text_field!r}: {_one_line(error)}") from error
 
 

@@ -21,11 +21,11 @@ from node.errors import AtollError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TokenArray: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+TokenArray: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _HEADER_LIMIT_BYTES = 64 * 1024
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 _BATCH_DOCUMENTS = 64
 _HASH_BUCKETS = 1 << 32
 
@@ -91,7 +91,7 @@ def pack(documents: Iterable[Sequence[int]], *, sequence_tokens: int, vocabulary
 
     Raises `TokensError` for a token outside the vocabulary.
     """
-    dtype = np.dtype("<u2") if vocabulary <= 1 << 16 else np.dtype("<u4")
+    dtype = _DTYPES["U16" if vocabulary <= 1 << 16 else "U32"]
     pieces = [np.asarray(document, dtype=np.int64) for document in documents]
     flat = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
     check_range(flat, vocabulary)
@@ -162,7 +162,8 @@ def open_tokens(path: Path, *, sequence_tokens: int) -> TokenArray:
         header = file.read(length)
     try:
         entry = json.loads(header)["tokens"]
-        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TokensError(f"{path} has no tensor `tokens` of type U16 or U32") from error
     rows = shape[0] if len(shape) == 2 and isinstance(shape[0], int) else 0
