@@ -1,0 +1,51 @@
+"""`python -m node.daemon`: started by the supervisor, ended with it."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+import trio
+
+from node.daemon.app import run_node
+from node.daemon.driver import Fallen
+from node.daemon.supervisor_client import SupervisorGone
+from node.errors import OperatorError
+from node.log import configure
+from node.settings import from_environment
+
+log = structlog.get_logger()
+
+EXIT_OPERATOR = 2
+EXIT_FALLEN = 3
+
+
+def main() -> int:
+    settings = from_environment()
+    configure(settings.log_level, json=settings.log_json)
+    try:
+        trio.run(run_node, settings, strict_exception_groups=True)
+    except* OperatorError as group:
+        for error in _leaves(group):
+            print(error, file=sys.stderr)  # noqa: T201
+        return_code = EXIT_OPERATOR
+    except* Fallen as group:
+        for error in _leaves(group):
+            log.critical("the node stops", why=str(error))
+        return_code = EXIT_FALLEN
+    except* SupervisorGone:
+        return_code = EXIT_FALLEN
+    else:
+        return_code = 0
+    return return_code
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Catching up with the run: the chain from a peer, then the state that it certifies (protocol section 9).
+
+The chain is verified record by record against the electors that follow from it; nothing a peer says is believed
+without. State comes as a replay of the round log where the parts can still be had, else as a snapshot whose hash a
+later commit certifies, fetched in verified chunks from several peers at once, and the replay from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+import trio
+
+from node.daemon import rpc
+from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.network import Network, RequestFailed
+from node.daemon.observations import Observations
+from node.daemon.requests import apply_request, part_ref
+from node.daemon.store import Store
+from node.errors import AtollError, StrangerError
+from node.manifest import Manifest
+from protocol.chain import ChainState
+from protocol.commits import InvalidCommit
+from protocol.messages import Commit
+from protocol.names import Keyring, PeerId
+from protocol.rules import Rules
+
+TIP_TIMEOUT_S = 5.0
+CHAIN_TIMEOUT_S = 30.0
+PARTS_TIMEOUT_S = 60.0
+SNAPSHOT_TIMEOUT_S = 3600.0
+RETRY_S = 2.0
+SNAPSHOT_COSTS_ROUNDS = 8
+"""A snapshot is 8 bytes a parameter, a round's parts about one: nearer than this, replaying is cheaper."""
+
+log = structlog.get_logger()
+
+
+class StateUnavailable(AtollError):
+    """No peer offers what is missing at the moment; worth another try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTip:
+    peer: PeerId
+    tip: rpc.Tip
+
+
+class CatchUp:
+    """Brings the store's chain and the engine's state to the tip that the connected peers hold."""
+
+    def __init__(
+        self,
+        *,
+        rules: Rules,
+        manifest: Manifest,
+        keyring: Keyring,
+        network: Network,
+        engine: EngineClient,
+        store: Store,
+        observations: Observations,
+    ) -> None:
+        self._rules = rules
+        self._manifest = manifest
+        self._keyring = keyring
+        self._network = network
+        self._engine = engine
+        self._store = store
+        self._observations = observations
+
+    async def run(self, engine_round: int | None) -> ChainState:
+        """`engine_round`: round of the state that the engine holds, None if it holds none. Returns the tip's state.
+
+        Retries for as long as something is missing; `status` says what.
+        """
+        while True:
+            tips = await self._ask_tips()
+            ahead = [tip for tip in tips if self._is_ahead(tip.tip)]
+            try:
+                for tip in sorted(ahead, key=lambda tip: -tip.tip.round):
+                    if await self._extend_chain(tip):
+                        break
+                engine_round = await self._bring_state(engine_round, tips)
+            except StateUnavailable as error:
+                self._observations.setting_up("catching-up", str(error))
+                await trio.sleep(RETRY_S)
+                continue
+            state = self._store.state
+            again = await self._ask_tips()
+            if not any(tip.tip.round > state.base.round + 1 and self._is_ahead(tip.tip) for tip in again):
+                return state
+
+    # ------------------------------------------------------------ tips and chain
+
+    async def _ask_tips(self) -> list[PeerTip]:
+        """What the connected peers say of themselves; those that do not answer in time are left out."""
+        tips: list[PeerTip] = []
+
+        async def ask(peer: PeerId) -> None:
+            try:
+                answer = await self._network.request(
+                    peer, rpc.TIP, rpc.encode(rpc.Empty()), timeout_s=TIP_TIMEOUT_S
+                )
+                tips.append(PeerTip(peer=peer, tip=rpc.decode(answer, rpc.Tip)))
+            except (RequestFailed, msgspec.DecodeError) as error:
+                log.debug("a peer's tip cannot be had", peer=peer, why=str(error))
+
+        async with trio.open_nursery() as nursery:
+            for peer in list(self._network.peers):
+                nursery.start_soon(ask, peer)
+        return tips
+
+    def _is_ahead(self, tip: rpc.Tip) -> bool:
+        base = self._store.state.base
+        return tip.round > base.round or (tip.round == base.round and tip.lineage != base.lineage)
+
+    async def _extend_chain(self, tip: PeerTip) -> bool:
+        """Download, verify and store the records between my tip and the peer's. False: this peer cannot help."""
+        self._observations.setting_up(
+            "catching-up", f"fetching rounds {self._store.state.base.round} to {tip.tip.round} of the chain"
+        )
+        while True:
+            base = self._store.state.base
+            request = rpc.ChainRequest(round=base.round, prev=base.prev, lineage=base.lineage)
+            try:
+                answer = await self._network.request(
+                    tip.peer, rpc.CHAIN, rpc.encode(request), timeout_s=CHAIN_TIMEOUT_S
+                )
+                page = rpc.decode(answer, rpc.ChainPage)
+                if not page.known:
+                    log.warning("a peer is on another lineage than this node", peer=tip.peer, round=tip.tip.round)
+                    self._observations.count(["peer on another lineage"])
+                    return False
+                await trio.to_thread.run_sync(
+                    self._store.extend, page.records, tip.tip.state_hash, self._rules, self._keyring
+                )
+            except (RequestFailed, msgspec.DecodeError, InvalidCommit, StrangerError) as error:
+                log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
+                self._observations.count(["chain refused"])
+                return False
+            if not page.more or not page.records:
+                return True
+
+    # ------------------------------------------------------------ state
+
+    async def _bring_state(self, engine_round: int | None, tips: Sequence[PeerTip]) -> int:
+        """Raises `StateUnavailable` with one sentence when no connected peer has what is missing."""
+        target = self._store.state.base.round
+        sources = tuple(tip.peer for tip in tips)
+        if engine_round is None:
+            engine_round = await self._load_local()
+        offer = self._best_snapshot(engine_round, target, tips)
+        if offer is not None and (engine_round is None or offer.round - engine_round > SNAPSHOT_COSTS_ROUNDS):
+            engine_round = await self._load_from_peers(offer, tips)
+        if engine_round is None:
+            engine_round = await self._load_initial()
+        if engine_round < target:
+            try:
+                engine_round = await self._replay(engine_round, target, sources)
+            except StateUnavailable:
+                if offer is None or offer.round <= engine_round:
+                    raise
+                engine_round = await self._load_from_peers(offer, tips)
+                engine_round = await self._replay(engine_round, target, sources)
+        return engine_round
+
+    async def _load_local(self) -> int | None:
+        """The newest snapshot on this disk that lies on the chain."""
+        inventory = await self._engine.inventory()
+        for snapshot in sorted(inventory.snapshots, key=lambda snapshot: -snapshot.round):
+            if self._store.state_hash_at(snapshot.round) != snapshot.state_hash:
+                continue
+            try:
+                await self._engine.load_snapshot(round=snapshot.round, state_hash=snapshot.state_hash)
+            except EngineFailed as error:
+                log.warning("a snapshot on this disk cannot be used", round=snapshot.round, why=str(error))
+                self._observations.count(["snapshot set aside"])
+                continue
+            return snapshot.round
+        return None
+
+    async def _load_initial(self) -> int:
+        artifact = self._manifest.artifacts[self._manifest.initial_state]
+        loaded = await self._engine.load_initial(hash=bytes.fromhex(artifact.hash))
+        if loaded.state_hash.hex() != self._manifest.initial_state_hash:
+            raise StateUnavailable(
+                f"the initial state hashes to {loaded.state_hash.hex()[:16]}, the manifest says "
+                f"{self._manifest.initial_state_hash[:16]}: its creator must make the run anew"
+            )
+        return 0
+
+    def _best_snapshot(self, engine_round: int | None, target: int, tips: Sequence[PeerTip]) -> rpc.SnapshotOffer | None:
+        """The newest that is offered, certified by a later commit (s ≤ tip - 1), and newer than what is here."""
+        offers = [
+            offer
+            for tip in tips
+            for offer in tip.tip.snapshots
+            if offer.round < target
+            and (engine_round is None or offer.round > engine_round)
+            and self._store.state_hash_at(offer.round) == offer.state_hash
+        ]
+        return max(offers, key=lambda offer: offer.round, default=None)
+
+    async def _load_from_peers(self, offer: rpc.SnapshotOffer, tips: Sequence[PeerTip]) -> int:
+        sources = tuple(tip.peer for tip in tips if offer in tip.tip.snapshots)
+        self._observations.setting_up(
+            "catching-up", f"downloading the state of round {offer.round} from {len(sources)} peers"
+        )
+        try:
+            await self._engine.fetch_snapshot(
+                round=offer.round, state_hash=offer.state_hash, sources=sources, timeout_s=SNAPSHOT_TIMEOUT_S
+            )
+            await self._engine.load_snapshot(round=offer.round, state_hash=offer.state_hash)
+        except EngineFailed as error:
+            raise StateUnavailable(f"the state of round {offer.round} cannot be had: {error}") from error
+        log.info("state downloaded", round=offer.round, sources=len(sources))
+        return offer.round
+
+    async def _replay(self, engine_round: int, target: int, sources: tuple[PeerId, ...]) -> int:
+        """Apply the commits of rounds `engine_round` … `target - 1`, fetching their parts."""
+        for number in range(engine_round, target):
+            commit = await trio.to_thread.run_sync(self._store.commit_at, number)
+            self._observations.setting_up("catching-up", f"replaying round {number} of {target}")
+            await self._fetch_parts(commit, number, sources)
+            try:
+                applied = await self._engine.apply(apply_request(commit, self._rules, my_index=None, contributed=False))
+            except EngineFailed as error:
+                raise StateUnavailable(f"round {number} cannot be replayed: {error}") from error
+            self._store.verify_state(number + 1, applied.state_hash)
+        return target
+
+    async def _fetch_parts(self, commit: Commit, number: int, sources: tuple[PeerId, ...]) -> None:
+        headers = tuple(part_ref(header) for header in commit.headers if header is not None)
+        if not headers:
+            return
+        try:
+            answer = await self._engine.fetch_parts(headers=headers, sources=sources, timeout_s=PARTS_TIMEOUT_S)
+        except EngineFailed as error:
+            raise StateUnavailable(f"the parts of round {number} cannot be had: {error}") from error
+        if answer.missing:
+            raise StateUnavailable(
+                f"{len(answer.missing)} parts of round {number} are with none of the {len(sources)} connected peers"
+            )
+        hashes = tuple(header.hash for header in headers)
+        await self._engine.keep_commits(round=number, hashes=hashes)

@@ -1,0 +1,271 @@
+"""Performs what the state machine decides, in its order, and tells it what happened (`protocol.events`).
+
+One task handles events one at a time; whatever takes long (a transfer, an apply) runs beside it and posts its result,
+so heartbeats never wait for bytes or disks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+import trio
+
+from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.network import Network
+from node.daemon.observations import Observations
+from node.daemon.requests import apply_request, exchange_request, part_ref
+from node.daemon.store import Store
+from node.daemon.training import Training
+from node.engine import api
+from node.errors import AtollError
+from node.manifest import Manifest
+from protocol import events
+from protocol.messages import Commit
+from protocol.names import PeerId
+from protocol.peer import PeerMachine
+from protocol.rules import Rules
+
+log = structlog.get_logger()
+
+FETCH_PARTS_S = 30.0
+
+
+class Fallen(AtollError):
+    """The node must stop: the chain or its state is not what it must be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """The machine cannot go on from what it holds: catch up from `peer`."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The run is over, or `--max-rounds` is reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ApplyDone:
+    effect: events.Apply
+    answer: api.Applied
+
+
+class Driver:
+    """Runs one `PeerMachine` until it is behind, over, or cancelled."""
+
+    def __init__(
+        self,
+        *,
+        machine: PeerMachine,
+        rules: Rules,
+        manifest: Manifest,
+        network: Network,
+        engine: EngineClient,
+        store: Store,
+        training: Training,
+        observations: Observations,
+        max_rounds: int | None,
+        on_commit: Callable[[Commit, events.Applied], None],
+    ) -> None:
+        self.machine = machine
+        self._rules = rules
+        self._manifest = manifest
+        self._network = network
+        self._engine = engine
+        self._store = store
+        self._training = training
+        self._observations = observations
+        self._max_rounds = max_rounds
+        self._on_commit = on_commit
+        self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](4096)
+        self._nursery: trio.Nursery
+        self._outcome: Behind | Over | None = None
+        self._snapshot_scope = trio.CancelScope()
+        self._snapshot_done = trio.Event()
+        self._snapshot_done.set()
+        self._exchange_started: dict[bytes, float] = {}
+
+    def post(self, event: events.Event | _ApplyDone) -> None:
+        """An event for the machine, from anywhere in the daemon. Dropped when 4,096 wait: the machine re-sends."""
+        try:
+            self._send.send_nowait(event)
+        except trio.WouldBlock:
+            self._observations.count(["event queue full"])
+
+    async def run(self) -> Behind | Over:
+        """Raises `Fallen` on an alarm of the protocol."""
+        await self._training.begin(self.machine.state, counted=None, hard_reset=True)
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._from_network)
+            while self._outcome is None:
+                self._observations.phase = self.machine.phase
+                event = await self._next_event()
+                await self._handle(event)
+            await self._snapshot_done.wait()
+            nursery.cancel_scope.cancel()
+        assert self._outcome is not None
+        return self._outcome
+
+    async def _next_event(self) -> events.Event | _ApplyDone:
+        wait_s = max(0.0, self.machine.next_wakeup_s - trio.current_time())
+        with trio.move_on_after(wait_s):
+            return await self._receive.receive()
+        return events.Tick()
+
+    async def _from_network(self) -> None:
+        async for peer, data in self._network.inbox:
+            await self._send.send(events.Received(data=data, from_peer=peer))
+
+    async def _handle(self, event: events.Event | _ApplyDone) -> None:
+        if isinstance(event, _ApplyDone):
+            await self._applied(event)
+            return
+        if isinstance(event, events.PartHeld):
+            self._observations.saw_part()
+        for effect in self.machine.handle(event, trio.current_time()):
+            await self._perform(effect)
+
+    async def _perform(self, effect: events.Effect) -> None:
+        match effect:
+            case events.Send():
+                self._network.send(effect.to, effect.data)
+            case events.Persist():
+                await trio.to_thread.run_sync(self._store.write_journal, effect.journal)
+            case events.Freeze():
+                self._nursery.start_soon(self._training.freeze, effect.base, effect.within_s)
+            case events.StartExchange():
+                self._observations.saw_roster()
+                if effect.my_index is not None:
+                    self._nursery.start_soon(self._start_exchange, effect)
+            case events.StopExchange():
+                self._nursery.start_soon(self._ask, partial(self._engine.stop_exchange, roster_id=effect.roster_id))
+            case events.HeaderSigned():
+                header = part_ref(effect.signed) if effect.signed is not None else None
+                self._nursery.start_soon(
+                    self._ask,
+                    partial(
+                        self._engine.signed_header,
+                        roster_id=effect.header.roster_id,
+                        part=effect.header.part,
+                        header=header,
+                    ),
+                )
+            case events.FetchParts():
+                self._nursery.start_soon(self._fetch_parts, effect)
+            case events.Apply():
+                self._nursery.start_soon(self._apply, effect)
+            case events.NewLineage():
+                await trio.to_thread.run_sync(self._store.append_reform, effect.reformed)
+                log.warning(
+                    "the electors are gone: this run goes on as a new lineage",
+                    round=self.machine.state.base.round,
+                    members=len(effect.reformed.reform.members),
+                )
+            case events.CatchUp():
+                self._outcome = self._outcome or Behind(peer=effect.peer)
+            case events.Misbehaved():
+                if self._observations.problems[effect.why] == 0:
+                    log.warning("bad input from a peer", peer=effect.peer, why=effect.why)
+                self._observations.count([effect.why])
+            case events.Alarm():
+                raise Fallen(effect.text)
+            case events.Finished():
+                self._outcome = self._outcome or Over()
+
+    # ------------------------------------------------------------ longer work
+
+    async def _ask(self, request: Callable[[], object]) -> None:
+        """A request whose failure the protocol's own deadlines take care of."""
+        try:
+            await request()  # type: ignore[misc]
+        except EngineFailed as error:
+            log.warning("the engine refused", why=str(error))
+            self._observations.count(["engine refused"])
+        except trio.BrokenResourceError:
+            pass  # the engine is gone; the session notices by itself
+
+    async def _start_exchange(self, effect: events.StartExchange) -> None:
+        assert effect.my_index is not None
+        base = effect.roster.message.base.digest()
+        signatures = await trio.to_thread.run_sync(self._training.leaf_signatures, base)
+        request = exchange_request(effect.roster_id, effect.roster.message, effect.my_index, self._rules, signatures)
+        await self._ask(partial(self._engine.exchange, request))
+
+    async def _fetch_parts(self, effect: events.FetchParts) -> None:
+        missing = tuple(header.message.part for header in effect.headers)
+        try:
+            answer = await self._engine.fetch_parts(
+                headers=tuple(part_ref(header) for header in effect.headers),
+                sources=effect.sources,
+                timeout_s=FETCH_PARTS_S,
+            )
+            missing = answer.missing
+        except EngineFailed as error:
+            log.warning("parts cannot be fetched", why=str(error))
+        except trio.BrokenResourceError:
+            return
+        self.post(events.PartsFetched(roster_id=effect.roster_id, missing=missing))
+
+    async def _apply(self, effect: events.Apply) -> None:
+        """Commit to disk first, then the outer step: a crash in between replays it (protocol section 8)."""
+        await self._snapshot_done.wait()
+        handed_over = await self._training.surrender()
+        if not handed_over:
+            self._observations.count(["trainer did not hand over in time"])
+        await trio.to_thread.run_sync(self._store.append_commit, effect.commit, effect.commit_hash)
+        try:
+            answer = await self._engine.apply(
+                apply_request(
+                    effect.commit, self._rules, my_index=effect.my_index, contributed=self._training.contributes
+                )
+            )
+        except trio.BrokenResourceError:
+            return
+        except EngineFailed as error:
+            raise Fallen(f"the engine cannot apply a committed round: {error}") from error
+        self.post(_ApplyDone(effect=effect, answer=answer))
+
+    async def _applied(self, done: _ApplyDone) -> None:
+        before = self.machine.state
+        commit = done.effect.commit
+        applied = events.Applied(round=before.base.round + 1, state_hash=done.answer.state_hash)
+        await trio.to_thread.run_sync(self._store.mark_applied, applied.round, applied.state_hash)
+        effects = self.machine.handle(applied, trio.current_time())
+        after = self.machine.state
+        self._training.settle(done.answer.counted)
+        line = self._observations.saw_commit(commit, before, after)
+        log.info(
+            "round committed",
+            round=line.round,
+            contributors=len(line.contributors),
+            excluded=len(line.excluded),
+            seconds=round(line.seconds, 2),
+            loss=round(line.loss, 4) if line.loss is not None else None,
+            tokens_total=after.tokens_total,
+            state=line.state_hash[:16],
+        )
+        self._on_commit(commit, applied)
+        self._snapshot_done = trio.Event()
+        self._nursery.start_soon(self._after_commit, commit, after.base.round)
+        await self._training.begin(after, counted=done.answer.counted, hard_reset=False)
+        for effect in effects:
+            await self._perform(effect)
+        if self._max_rounds is not None and self._observations.rounds_seen >= self._max_rounds:
+            self._outcome = self._outcome or Over()
+
+    async def _after_commit(self, commit: Commit, new_round: int) -> None:
+        """Housekeeping that must be over before the next apply."""
+        try:
+            hashes = tuple(header.message.hash for header in commit.headers if header is not None)
+            await self._ask(partial(self._engine.keep_commits, round=new_round - 1, hashes=hashes))
+            ends = self._rules.final_round is not None and new_round >= self._rules.final_round
+            if ends or new_round % self._manifest.limits.snapshot_every_rounds == 0:
+                await self._ask(partial(self._engine.save_snapshot, round=new_round))
+        finally:
+            self._snapshot_done.set()

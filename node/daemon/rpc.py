@@ -1,0 +1,67 @@
+"""What daemons ask each other over the control stream: the manifest, the tip, the chain, a token for a data channel.
+
+Small answers only. Tensors, parts and artifacts travel between engines.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+MANIFEST = "manifest"
+TIP = "tip"
+CHAIN = "chain"
+DATA_TOKEN = "data-token"
+
+MAX_CHAIN_PAGE_BYTES = 2 * 1024 * 1024
+TOKEN_BYTES = 32
+TOKEN_EXPIRES_S = 30.0
+
+AnswerT = TypeVar("AnswerT")
+
+
+class SnapshotOffer(msgspec.Struct, frozen=True, kw_only=True):
+    round: int
+    state_hash: bytes
+
+
+class Tip(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a peer stands and what it can give. Claims: everything is verified against the chain."""
+
+    lineage: bytes
+    round: int
+    prev: bytes
+    state_hash: bytes
+    snapshots: tuple[SnapshotOffer, ...] = ()
+    part_rounds: tuple[int, ...] = ()
+    """Rounds whose parts its engine still holds."""
+
+
+class ChainRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Records that follow the commit `prev`; a peer that does not have it on its chain answers `known=False`."""
+
+    round: int
+    prev: bytes
+    lineage: bytes
+
+
+class ChainPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive records, oldest first; `more` when the page was full."""
+
+    known: bool
+    records: tuple[bytes, ...] = ()
+    more: bool = False
+
+
+class Empty(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def decode(data: bytes, kind: type[AnswerT]) -> AnswerT:
+    """Raises `msgspec.DecodeError` (a stranger's bytes may hold anything)."""
+    return msgspec.msgpack.decode(data, type=kind)

@@ -1,0 +1,446 @@
+"""One run on this node, from manifest to the end: engine, artifacts, state, and the state machine's life.
+
+A session survives the death of its engine (it starts over with a new connection) and of its trainer (the next one
+attaches); what must last lies in the store and in the engine's folder.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+
+import structlog
+import trio
+
+from node.daemon import rpc
+from node.daemon.catch_up import CatchUp
+from node.daemon.contribution import WorkLedger
+from node.daemon.driver import Behind, Driver, Over
+from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.identity import Identity, create_data_certificate
+from node.daemon.network import Network, RequestFailed
+from node.daemon.observations import Observations
+from node.daemon.requests import signed_header
+from node.daemon.store import JournalState, Store
+from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
+from node.daemon.trainer_host import TrainerHost
+from node.daemon.training import Training
+from node.engine import api
+from node.errors import OperatorError
+from node.manifest import Manifest, SignedManifest, rules_of
+from node.settings import DaemonSettings
+from protocol import events
+from protocol.messages import Commit, PartHeader
+from protocol.names import Base
+from protocol.peer import PeerMachine
+
+ARTIFACT_TIMEOUT_S = 3600.0
+ARTIFACT_RETRY_S = 2.0
+FP32_BYTES = 4
+BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
+LEAVE_SPREADS_S = 0.3
+"""For the LEAVE to be written to every peer's connection before it closes."""
+
+log = structlog.get_logger()
+
+
+class EngineGone(Exception):
+    """The engine died: the session starts over with the next one."""
+
+
+class RunSession:
+    def __init__(
+        self,
+        *,
+        settings: DaemonSettings,
+        identity: Identity,
+        network: Network,
+        supervisor: SupervisorClient,
+        host: TrainerHost,
+        signed: SignedManifest,
+        manifest: Manifest,
+        observations: Observations,
+        incarnation: bytes,
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._network = network
+        self._supervisor = supervisor
+        self._host = host
+        self._signed = signed
+        self.manifest = manifest
+        self._observations = observations
+        self._incarnation = incarnation
+        self.rules = rules_of(manifest)
+        home = settings.home_directory
+        run = self.rules.run
+        self._run_directory = home.run_directory(run)
+        self._engine_directory = home.engine_directory(run)
+        self._trainer_directory = home.trainer_directory(run)
+        self.store = Store(self._run_directory, self.rules, identity)
+        self.ledger = WorkLedger(
+            parts=self.rules.part_count, token_cap=3 * self.rules.lease_cap_units * self.rules.unit_tokens
+        )
+        self.engine: EngineClient | None = None
+        self.driver: Driver | None = None
+        self.inventory: api.Inventoried | None = None
+        self._training: Training | None = None
+
+    @property
+    def machine(self) -> PeerMachine | None:
+        return self.driver.machine if self.driver is not None else None
+
+    async def run(self) -> None:
+        """Returns when the run is over for this node. Raises `OperatorError`, `Fallen`."""
+        self.store.open()
+        self._serve()
+        while True:
+            try:
+                await self._live_with_an_engine()
+                return
+            except* EngineGone:
+                log.error("the engine died: starting over with the next one")
+                self._observations.count(["engine restarted"])
+                self._observations.setting_up("starting", "the engine died and starts again")
+                self.engine = self.driver = None
+                if self._training is not None:
+                    self._training.engine = None
+                    self._training.pause("the engine died and starts again")
+
+    async def leave(self) -> None:
+        """Finish the exchange under way, announce leaving, keep the state. The caller sets the deadline."""
+        driver = self.driver
+        if driver is None:
+            return
+        while driver.machine.phase in BUSY_PHASES:
+            await trio.sleep(0.05)
+        driver.post(events.LeaveRequested())
+        if self.engine is not None and driver.machine.state.base.round > 0:
+            await self.save_snapshot()
+        await trio.sleep(LEAVE_SPREADS_S)
+
+    async def save_snapshot(self) -> tuple[str, Base]:
+        """A snapshot of the current state on this disk: its path and the state's place in the chain."""
+        assert self.engine is not None
+        assert self.driver is not None
+        base = self.driver.machine.state.base
+        await self.engine.save_snapshot(round=base.round)
+        return str(snapshot_directory(self._engine_directory, base.round, base.state_hash)), base
+
+    # ------------------------------------------------------------ engine
+
+    async def _live_with_an_engine(self) -> None:
+        self._observations.setting_up("starting", "the engine is starting")
+        elements, buffers = self.rules.elements, self.rules.buffer_elements
+        handle = await self._supervisor.start_engine(
+            theta_bytes=elements * FP32_BYTES,
+            momentum_bytes=(elements - buffers) * FP32_BYTES,
+            delta_bytes=elements * FP32_BYTES,
+        )
+        try:
+            async with trio.open_nursery() as nursery:
+                engine = EngineClient(handle.socket)
+                nursery.start_soon(self._receive_from_engine, engine)
+                self.engine = engine
+                await self._open_engine(engine, handle)
+                nursery.start_soon(self._pump_engine, engine)
+                nursery.start_soon(self._keep_peers, engine)
+                nursery.start_soon(self._watch_supervisor)
+                nursery.start_soon(self._watch_inventory, engine)
+                await self._obtain_artifacts(engine)
+                training = self._start_training(handle, engine)
+                nursery.start_soon(self._pump_trainer, training)
+                if self._settings.starts_trainer:
+                    await self._supervisor.start_trainer()
+                await self._follow(engine, training, fresh=handle.fresh)
+                nursery.cancel_scope.cancel()
+        finally:
+            handle.close()
+
+    async def _receive_from_engine(self, engine: EngineClient) -> None:
+        await engine.run()
+        raise EngineGone
+
+    async def _open_engine(self, engine: EngineClient, handle: EngineHandle) -> None:
+        certificate = create_data_certificate(self._identity.peer_id)
+        rounds = self.manifest.rounds
+        limits = self.manifest.limits
+        opened = await engine.open(
+            api.Open(
+                id=0,
+                directory=str(self._engine_directory),
+                peer_id=self._identity.peer_id,
+                certificate_pem=certificate.certificate_pem,
+                key_pem=certificate.key_pem,
+                listen_host=self._network.data_host,
+                listen_port=self._settings.data_port,
+                elements=self.rules.elements,
+                buffer_elements=self.rules.buffer_elements,
+                part_elements=self.rules.part_elements,
+                codec=rounds.codec,
+                sum_codec=rounds.sum_codec,
+                momentum=self.rules.momentum,
+                keep_rounds=limits.keep_rounds,
+                keep_snapshots=limits.keep_snapshots,
+                disk_limit_bytes=self._settings.max_disk_bytes,
+                threads=self._settings.threads,
+            ),
+            fds=(handle.theta_fd, handle.momentum_fd, handle.delta_fd),
+        )
+        self._network.membership.publish(
+            data_addresses=self._network.data_addresses(opened.port), certificate_sha256=certificate.sha256
+        )
+        log.info("engine ready", data_port=opened.port)
+
+    async def _pump_engine(self, engine: EngineClient) -> None:
+        async with trio.open_nursery() as nursery:
+            async for event in engine.events:
+                match event:
+                    case api.TokenWanted():
+                        nursery.start_soon(self._fetch_token, engine, event.peer_id)
+                    case api.HeaderWanted():
+                        self._post(
+                            events.HeaderDraft(
+                                header=PartHeader(
+                                    roster_id=event.roster_id,
+                                    part=event.part,
+                                    bitmap=event.bitmap,
+                                    hash=event.hash,
+                                    length=event.length,
+                                )
+                            )
+                        )
+                    case api.PartHeld():
+                        self._post(events.PartHeld(header=signed_header(event.header)))
+                    case api.ExchangeEnded():
+                        self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
+                        self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))
+                    case api.PeerRate():
+                        pass  # measured links feed the planner of grouped plans; the flat plan has equal shares
+
+    def _post(self, event: events.Event) -> None:
+        if self.driver is not None:
+            self.driver.post(event)
+
+    async def _fetch_token(self, engine: EngineClient, peer_id: str) -> None:
+        token: bytes | None = None
+        try:
+            token = await self._network.request(peer_id, rpc.DATA_TOKEN, b"", timeout_s=rpc.TOKEN_EXPIRES_S / 2)
+        except RequestFailed as error:
+            log.debug("no token for a data channel", peer=peer_id, why=str(error))
+        try:
+            await engine.dial_token(peer_id=peer_id, token=token)
+        except (EngineFailed, trio.BrokenResourceError) as error:
+            log.debug("the engine did not take a token", peer=peer_id, why=str(error))
+
+    async def _keep_peers(self, engine: EngineClient) -> None:
+        """The engine's directory of other engines follows the membership records."""
+        async with aclosing(self._network.membership.changes()) as changes:
+            async for _ in changes:
+                peers = tuple(
+                    api.Peer(
+                        peer_id=record.peer_id,
+                        addresses=record.data_addresses,
+                        certificate_sha256=record.certificate_sha256,
+                    )
+                    for record in self._network.membership.records.values()
+                    if record.peer_id != self._identity.peer_id and record.certificate_sha256
+                )
+                try:
+                    await engine.set_peers(peers)
+                except trio.BrokenResourceError:
+                    return
+
+    async def _watch_inventory(self, engine: EngineClient) -> None:
+        """What the engine has on disk, fresh enough for `status` and for joiners' questions."""
+        while True:
+            try:
+                self.inventory = await engine.inventory()
+            except trio.BrokenResourceError:
+                return
+            self._observations.disk_bytes = self.inventory.disk_bytes
+            await trio.sleep(2.0)
+
+    async def _watch_supervisor(self) -> None:
+        async for event in self._supervisor.events:
+            if isinstance(event, EngineRestarted):
+                raise EngineGone
+            if isinstance(event, TrainerExited):
+                self.trainer_exit = event.reason
+                log.warning("the trainer ended", code=event.code, why=event.reason)
+
+    trainer_exit: str | None = None
+
+    # ------------------------------------------------------------ artifacts and training
+
+    async def _obtain_artifacts(self, engine: EngineClient) -> None:
+        """Everything the manifest names, from whoever is connected, until it is here."""
+        for name, artifact in self.manifest.artifacts.items():
+            if (self._engine_directory / "artifacts" / artifact.hash).exists():
+                continue
+            while True:
+                sources = tuple(self._network.peers)
+                self._observations.setting_up(
+                    "joining", f"fetching {name} ({artifact.length / 1e6:.1f} MB) from {len(sources)} peers"
+                )
+                try:
+                    await engine.fetch_artifact(
+                        hash=bytes.fromhex(artifact.hash),
+                        length=artifact.length,
+                        sources=sources,
+                        timeout_s=ARTIFACT_TIMEOUT_S,
+                    )
+                    log.info("artifact fetched", name=name, bytes=artifact.length)
+                    break
+                except EngineFailed as error:
+                    self._observations.setting_up("joining", f"{name} cannot be had yet: {error}")
+                    await trio.sleep(ARTIFACT_RETRY_S)
+
+    def _start_training(self, handle: EngineHandle, engine: EngineClient) -> Training:
+        self._trainer_directory.mkdir(parents=True, exist_ok=True)
+        training = Training(
+            settings=self._settings,
+            identity=self._identity,
+            manifest=self.manifest,
+            manifest_body=self._signed.body,
+            rules=self.rules,
+            host=self._host,
+            ledger=self.ledger,
+            observations=self._observations,
+            artifacts_directory=str(self._engine_directory / "artifacts"),
+            trainer_directory=str(self._trainer_directory),
+            fds=(handle.theta_read_fd, handle.delta_fd),
+            post=self._post,
+        )
+        training.engine = engine
+        self._training = training
+        return training
+
+    async def _pump_trainer(self, training: Training) -> None:
+        async for event in self._host.events:
+            await training.handle(event)
+
+    # ------------------------------------------------------------ the run
+
+    async def _follow(self, engine: EngineClient, training: Training, *, fresh: bool) -> None:
+        catch_up = CatchUp(
+            rules=self.rules,
+            manifest=self.manifest,
+            keyring=self._identity,
+            network=self._network,
+            engine=engine,
+            store=self.store,
+            observations=self._observations,
+        )
+        engine_round = None if fresh else await self._resumed_round(engine)
+        while True:
+            state = await catch_up.run(engine_round)
+            journal, journal_state = self.store.read_journal()
+            machine = PeerMachine(
+                rules=self.rules,
+                me=self._identity.peer_id,
+                keyring=self._identity,
+                state=state,
+                journal=journal,
+                journal_lost=journal_state is JournalState.TORN
+                or (journal_state is JournalState.MISSING and state.base.round > 0),
+                wants_membership=True,
+                incarnation=self._incarnation,
+                now_s=trio.current_time(),
+            )
+            self.driver = Driver(
+                machine=machine,
+                rules=self.rules,
+                manifest=self.manifest,
+                network=self._network,
+                engine=engine,
+                store=self.store,
+                training=training,
+                observations=self._observations,
+                max_rounds=self._settings.max_rounds,
+                on_commit=self._on_commit,
+            )
+            self._observations.starting = None
+            self._publish_tip()
+            outcome = await self.driver.run()
+            if isinstance(outcome, Over):
+                return
+            assert isinstance(outcome, Behind)
+            log.warning("behind the run: catching up", round=machine.state.base.round, peer=outcome.peer)
+            engine_round = machine.state.base.round
+            self.driver = None
+            training.pause("the node is behind the run and catches up")
+            await training.surrender()
+            training.discard("the node fell behind and takes the run's state as it is")
+
+    async def _resumed_round(self, engine: EngineClient) -> int | None:
+        """The memfds outlived the engine or the daemon: use them when they hold the chain's newest state."""
+        base = self.store.state.base
+        try:
+            await engine.resume_state(round=base.round, state_hash=base.state_hash)
+        except EngineFailed as error:
+            log.info("the state in memory cannot be used", why=str(error))
+            return None
+        return base.round
+
+    def _on_commit(self, commit: Commit, applied: events.Applied) -> None:
+        self._publish_tip()
+
+    def _publish_tip(self) -> None:
+        base = self.store.state.base
+        self._network.membership.publish(
+            round=base.round, state_hash=base.state_hash, tokens_per_s=self._observations.tokens_per_s
+        )
+
+    # ------------------------------------------------------------ what other daemons ask
+
+    def _serve(self) -> None:
+        handlers: dict[str, Callable[[str, bytes], Awaitable[bytes]]] = {
+            rpc.TIP: self._answer_tip,
+            rpc.CHAIN: self._answer_chain,
+            rpc.DATA_TOKEN: self._answer_token,
+        }
+        for method, handler in handlers.items():
+            self._network.serve(method, handler)
+
+    async def _answer_tip(self, peer: str, payload: bytes) -> bytes:
+        base = self.store.state.base
+        inventory = self.inventory
+        return rpc.encode(
+            rpc.Tip(
+                lineage=base.lineage,
+                round=base.round,
+                prev=base.prev,
+                state_hash=base.state_hash,
+                snapshots=tuple(
+                    rpc.SnapshotOffer(round=snapshot.round, state_hash=snapshot.state_hash)
+                    for snapshot in (inventory.snapshots if inventory is not None else ())
+                ),
+                part_rounds=inventory.part_rounds if inventory is not None else (),
+            )
+        )
+
+    async def _answer_chain(self, peer: str, payload: bytes) -> bytes:
+        request = rpc.decode(payload, rpc.ChainRequest)
+        page = await trio.to_thread.run_sync(
+            partial(
+                self.store.records_after,
+                round_number=request.round,
+                prev=request.prev,
+                lineage=request.lineage,
+                limit_bytes=rpc.MAX_CHAIN_PAGE_BYTES,
+            )
+        )
+        if page is None:
+            return rpc.encode(rpc.ChainPage(known=False))
+        records, more = page
+        return rpc.encode(rpc.ChainPage(known=True, records=tuple(records), more=more))
+
+    async def _answer_token(self, peer: str, payload: bytes) -> bytes:
+        if self.engine is None:
+            raise OperatorError("the engine of this node is not running")
+        token = secrets.token_bytes(rpc.TOKEN_BYTES)
+        await self.engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+        return token

@@ -1,0 +1,151 @@
+"""This node's `status`, assembled from what its parts know (`node.status` has the schema)."""
+
+from __future__ import annotations
+
+import trio
+
+import node
+from node.daemon.identity import Identity
+from node.daemon.network import Network
+from node.daemon.observations import Observations
+from node.daemon.session import RunSession
+from node.daemon.supervisor_client import SupervisorClient
+from node.daemon.trainer_host import TrainerHost
+from node.errors import OperatorError
+from node.settings import DaemonSettings
+from node.status import ExportPoint, MemberStatus, Status, TrainerStatus
+from protocol.chain import member
+
+PROCESSES_EVERY_S = 2.0
+EXPORT_S = 120.0
+
+
+class StatusView:
+    """Implements `node.daemon.http.StatusSource`."""
+
+    def __init__(
+        self,
+        *,
+        settings: DaemonSettings,
+        identity: Identity,
+        network: Network,
+        host: TrainerHost,
+        supervisor: SupervisorClient,
+        observations: Observations,
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._network = network
+        self._host = host
+        self._supervisor = supervisor
+        self._observations = observations
+        self._resident_bytes: dict[str, int] = {}
+        self.session: RunSession | None = None
+        self.http: str | None = None
+        self.stop_requested = trio.Event()
+
+    async def keep_fresh(self) -> None:
+        """Resident memory of the four processes, as the supervisor sees them."""
+        while True:
+            self._resident_bytes = (await self._supervisor.processes()).resident_bytes
+            await trio.sleep(PROCESSES_EVERY_S)
+
+    def stop(self) -> None:
+        self.stop_requested.set()
+
+    async def export_point(self) -> ExportPoint:
+        session = self.session
+        if session is None or session.engine is None or session.machine is None:
+            raise OperatorError("this node holds no state yet; wait until `atoll status` shows a round")
+        with trio.move_on_after(EXPORT_S):
+            path, base = await session.save_snapshot()
+            return ExportPoint(
+                run_id=session.rules.run.hex(), round=base.round, state_hash=base.state_hash.hex(), snapshot=path
+            )
+        raise OperatorError(f"the engine did not save a snapshot within {EXPORT_S:.0f} s; try again after the round")
+
+    def status(self) -> Status:
+        seen = self._observations
+        session = self.session
+        machine = session.machine if session is not None else None
+        phase, reason = seen.phase, seen.starting or ""
+        if machine is not None and seen.starting is None:
+            phase, reason = machine.phase, machine.reason
+            if phase == "training" and session is not None and not self._host.attached:
+                reason = session.trainer_exit or "no trainer is attached: it is starting, or attach one"
+        if self.stop_requested.is_set():
+            phase, reason = "leaving", "the operator asked this node to stop"
+        base = machine.state.base if machine is not None else None
+        progress = self._host.progress
+        return Status(
+            peer_id=self._identity.peer_id,
+            name=self._settings.name,
+            version=node.__version__,
+            addresses=tuple(self._network.addresses),
+            run_id=session.rules.run.hex() if session is not None else self._settings.run_id,
+            run_name=session.manifest.name if session is not None else None,
+            phase=phase,
+            reason=reason or "nothing: the round goes on",
+            round=base.round if base is not None else 0,
+            final_round=session.rules.final_round if session is not None else None,
+            state_hash=base.state_hash.hex() if base is not None else None,
+            lineage=base.lineage.hex() if base is not None else None,
+            members=self._members_alive(),
+            member_list=self._member_list(),
+            group=tuple(peer for peer, _ in machine.state.members) if machine is not None else (),
+            tokens_total=machine.state.tokens_total if machine is not None else 0,
+            tokens_per_s=seen.tokens_per_s if self._host.attached else 0.0,
+            loss=seen.loss,
+            validation_loss=seen.validation_loss,
+            last_round=seen.last_round,
+            history=tuple(seen.history),
+            trainer=TrainerStatus(
+                attached=self._host.attached,
+                name=self._host.name,
+                device=self._settings.device,
+                step=progress.steps if progress is not None else 0,
+                budget_steps=session.manifest.rounds.steps if session is not None else 0,
+            ),
+            work=seen.work,
+            parameters=session.rules.elements if session is not None else 0,
+            disk_bytes=seen.disk_bytes,
+            resident_bytes=self._resident_bytes,
+            problems={**seen.problems, **self._network.problems()},
+            http=self.http,
+            uptime_s=trio.current_time() - seen.started_s,
+        )
+
+    def _members_alive(self) -> int:
+        machine = self.session.machine if self.session is not None else None
+        if machine is None:
+            return 0
+        return sum(1 for peer, _ in machine.state.members if peer in machine.live)
+
+    def _member_list(self) -> tuple[MemberStatus, ...]:
+        machine = self.session.machine if self.session is not None else None
+        live = machine.live if machine is not None else frozenset()
+        records = self._network.membership.records
+        known = {self._identity.peer_id, *records, *self._network.peers}
+        if machine is not None:
+            known |= {peer for peer, _ in machine.state.members}
+        rows = []
+        for peer in sorted(known):
+            record = records.get(peer)
+            link = self._network.peers.get(peer)
+            round_trip_s = link.round_trip_s if link is not None else None
+            rows.append(
+                MemberStatus(
+                    peer_id=peer,
+                    name=record.name if record is not None else None,
+                    addresses=record.addresses if record is not None else (),
+                    connected=link is not None,
+                    alive=peer in live or peer == self._identity.peer_id,
+                    member=machine is not None and member(machine.state, peer) is not None,
+                    round=record.round if record is not None else None,
+                    state_hash=record.state_hash.hex() if record is not None and record.state_hash else None,
+                    tokens_per_s=record.tokens_per_s if record is not None else None,
+                    round_trip_ms=round_trip_s * 1000 if round_trip_s is not None else None,
+                    version=record.version if record is not None else None,
+                )
+            )
+        return tuple(rows)

@@ -1,0 +1,338 @@
+"""Between the attached trainer, the engine and the state machine: freezing a contribution, taking a commit over.
+
+`delta` has one owner at a time (design section 2). The trainer writes it while it trains; from its Contribution until
+the next Committed it is the engine's. A commit is applied only when the trainer has let go of it, or has been given up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from node.daemon.contribution import WorkLedger
+from node.daemon.engine_client import EngineClient
+from node.daemon.identity import Identity
+from node.daemon.observations import Observations
+from node.daemon.trainer_host import TrainerHost
+from node.engine import api
+from node.manifest import Manifest
+from node.settings import DaemonSettings
+from node.trainer import wire
+from protocol.chain import ChainState, member
+from protocol.events import Event, Frozen, TrainerProgress
+from protocol.leaf import leaf_message
+from protocol.messages import UnitRange
+from protocol.names import Base
+from protocol.rules import Rules
+
+SURRENDER_S = 10.0
+"""How long a commit waits for a trainer in the middle of a step before its work is given up."""
+
+log = structlog.get_logger()
+
+
+class Training:
+    """The trainer's side of the current round. One per run session; the trainer may come and go."""
+
+    def __init__(
+        self,
+        *,
+        settings: DaemonSettings,
+        identity: Identity,
+        manifest: Manifest,
+        manifest_body: bytes,
+        rules: Rules,
+        host: TrainerHost,
+        ledger: WorkLedger,
+        observations: Observations,
+        artifacts_directory: str,
+        trainer_directory: str,
+        fds: tuple[int, int],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._manifest = manifest
+        self._manifest_body = manifest_body
+        self._rules = rules
+        self._host = host
+        self._ledger = ledger
+        self._observations = observations
+        self._artifacts_directory = artifacts_directory
+        self._trainer_directory = trainer_directory
+        self._post = post
+        self.engine: EngineClient | None = None
+        self._state: ChainState | None = None
+        self._contribution: wire.Contribution | None = None
+        self._encoded: api.Encoded | None = None
+        self._frozen = False
+        """Whether the machine has been told Frozen for this round."""
+        self._welcomed_round: int | None = None
+        """Round that the attached trainer works in; None: it waits for a Welcome or a Committed."""
+        self._let_go = trio.Event()
+        self._hard_reset = False
+        self._progress: wire.Progress | None = None
+        """The newest of the current round."""
+        host.provide(self._welcome, lambda: fds)
+
+    # ------------------------------------------------------------ rounds
+
+    def pause(self, reason: str) -> None:
+        """No state to train on (start, catching up): an attaching trainer waits, and is told why."""
+        self._state = None
+        self._waiting_reason = reason
+
+    _waiting_reason = "the daemon is starting"
+
+    async def begin(self, state: ChainState, *, counted: tuple[bool, ...] | None, hard_reset: bool) -> None:
+        """A round begins on `state`. `counted` is None when no commit led here (start, catch-up): a hard reset."""
+        self._state = state
+        self._contribution = None
+        self._encoded = None
+        self._frozen = False
+        self._let_go = trio.Event()
+        start = self._start(state)
+        if start is None:
+            self._waiting_reason = "this node is not a member yet: its JOIN must be committed first"
+            self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
+            self._hard_reset = True
+            return
+        reset = hard_reset or self._hard_reset or counted is None
+        self._hard_reset = False
+        if self._host.attached and self._welcomed_round is not None:
+            self._welcomed_round = state.base.round
+            await self._host.committed(
+                wire.Committed(
+                    counted=counted if counted is not None else (),
+                    part_elements=self._rules.part_elements,
+                    hard_reset=reset,
+                    start=start,
+                )
+            )
+        else:
+            self._host.poke()
+        self._post_progress()
+
+    def _start(self, state: ChainState) -> wire.RoundStart | None:
+        mine = member(state, self._identity.peer_id)
+        if mine is None:
+            return None
+        number = state.base.round
+        last = self._is_last(state)
+        return wire.RoundStart(
+            round=number,
+            state_hash=state.base.state_hash,
+            lease=tuple(wire.Lease(epoch=held.epoch, start=held.start, stop=held.stop) for held in mine.lease),
+            budget_steps=self._manifest.rounds.steps,
+            schedule_step=number * self._manifest.rounds.steps,
+            tokens_total=state.tokens_total,
+            validate=last or number % self._manifest.validation.every_rounds == 0,
+            last=last,
+        )
+
+    def _is_last(self, state: ChainState) -> bool:
+        rules = self._rules
+        if rules.final_round is not None and state.base.round >= rules.final_round:
+            return True
+        return rules.final_tokens is not None and state.tokens_total >= rules.final_tokens
+
+    def _welcome(self) -> wire.Welcome | wire.Waiting:
+        state = self._state
+        if state is None:
+            return wire.Waiting(reason=self._waiting_reason)
+        start = self._start(state)
+        if start is None:
+            return wire.Waiting(reason=self._waiting_reason)
+        if self._contribution is not None or self._frozen:
+            return wire.Waiting(reason=f"the contribution of round {start.round} is already handed over")
+        self._welcomed_round = start.round
+        self._hard_reset = False
+        return wire.Welcome(
+            run_id=self._rules.run.hex(),
+            peer_id=self._identity.peer_id,
+            manifest=self._manifest_body,
+            artifacts_directory=self._artifacts_directory,
+            trainer_directory=self._trainer_directory,
+            device=self._settings.device,
+            threads=self._settings.threads,
+            allow_functions=self._settings.allow_functions,
+            start=start,
+        )
+
+    # ------------------------------------------------------------ from the trainer
+
+    async def handle(self, event: object) -> None:
+        """One event of the trainer host."""
+        if isinstance(event, wire.Progress):
+            if self._works_in(event.round):
+                self._progress = event
+                self._observations.loss = event.loss if event.loss is not None else self._observations.loss
+                self._observations.tokens_per_s = event.tokens_per_s
+                self._post_progress()
+        elif isinstance(event, wire.Validated):
+            self._observations.saw_validation(event.round, event.loss)
+            log.info("validated", round=event.round, loss=round(event.loss, 4))
+        elif isinstance(event, wire.Contribution):
+            await self._contributed(event)
+        elif isinstance(event, wire.Loaded):
+            pass
+        elif self._host.attached:
+            self._post_progress()
+        else:
+            self._detached()
+
+    def _works_in(self, round_number: int) -> bool:
+        return (
+            self._state is not None
+            and self._state.base.round == round_number
+            and self._welcomed_round == round_number
+        )
+
+    def _detached(self) -> None:
+        """The trainer is gone. What it had not handed over died with its model."""
+        progress = self._progress
+        if self._contribution is None and progress is not None and self._works_in(progress.round):
+            lost = self._ledger.discard(progress.tokens)
+        elif self._contribution is None:
+            lost = self._ledger.discard()
+        else:
+            lost = 0  # what is frozen may still be counted; what is not is settled by `begin`
+            self._hard_reset = True
+        if lost:
+            log.warning("trainer gone: its uncounted work is discarded", tokens=lost)
+        self._observations.work = self._ledger.status()
+        self._welcomed_round = None
+        self._let_go.set()
+        self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
+
+    async def _contributed(self, contribution: wire.Contribution) -> None:
+        state = self._state
+        if state is None or not self._works_in(contribution.round) or self._contribution is not None:
+            log.warning("a contribution for another round is ignored", round=contribution.round)
+            return
+        self._contribution = contribution
+        self._observations.round_loss = contribution.loss
+        tokens = self._ledger.freeze(contribution.tokens)
+        self._observations.work = self._ledger.status()
+        self._let_go.set()
+        if self._frozen:
+            return  # READY went out without it (too late): it stays in the local model and rides in the next round
+        if self.engine is None or contribution.tokens == 0:
+            self._send_frozen(state.base, (), None, contribution)
+            return
+        try:
+            encoded = await self.engine.encode(base=state.base.digest())
+        except trio.BrokenResourceError:
+            return  # the engine is restarting: the session starts over and asks for the contribution again
+        if not encoded.finite:
+            log.error("the trainer's pseudo-gradient holds NaN or infinity: it is discarded", round=contribution.round)
+            self._observations.count(["pseudo-gradient not finite"])
+            self._hard_reset = True
+            self._send_frozen(state.base, (), None, contribution)
+            return
+        self._encoded = encoded
+        self._send_frozen(state.base, tokens, encoded, contribution)
+
+    def _send_frozen(
+        self,
+        base: Base,
+        tokens: tuple[tuple[int, int], ...],
+        encoded: api.Encoded | None,
+        contribution: wire.Contribution | None,
+    ) -> None:
+        if self._frozen:
+            return
+        self._frozen = True
+        self._observations.saw_ready()
+        ranges = () if encoded is None or contribution is None else contribution.ranges_done
+        self._post(
+            Frozen(
+                base=base,
+                tokens=tokens,
+                norm=encoded.norm if encoded is not None else 0.0,
+                largest=encoded.largest if encoded is not None else 0.0,
+                ranges_done=tuple(UnitRange(epoch=done.epoch, start=done.start, stop=done.stop) for done in ranges),
+                units_wanted=self._units_wanted(),
+            )
+        )
+
+    # ------------------------------------------------------------ for the driver
+
+    async def freeze(self, base: Base, within_s: float) -> None:
+        """`Freeze` of the state machine: the trainer's contribution within `within_s`, else a READY without work."""
+        if self._state is None or self._state.base != base or self._frozen:
+            return
+        if self._host.attached and self._welcomed_round is not None and self._contribution is None:
+            await self._host.freeze(base.round, within_s)
+        elif self._contribution is None and not self._settings.starts_trainer:
+            self._send_frozen(base, (), None, None)
+            return
+        with trio.move_on_after(within_s):
+            await self._let_go.wait()
+            if self._contribution is not None:
+                return  # `_contributed` sends Frozen as soon as it is encoded
+        if self._state is not None and self._state.base == base:
+            self._send_frozen(base, (), None, None)
+
+    def leaf_signatures(self, base: bytes) -> tuple[bytes, ...]:
+        """My signature over (base, part, hash) of each encoded part; empty when I do not contribute."""
+        if self._encoded is None:
+            return ()
+        return tuple(
+            self._identity.sign(leaf_message(base, part, part_hash))
+            for part, part_hash in enumerate(self._encoded.hashes)
+        )
+
+    @property
+    def contributes(self) -> bool:
+        return self._encoded is not None
+
+    async def surrender(self) -> bool:
+        """Get the vectors for a commit. False: the trainer held work back and was cut off; it starts again from θ."""
+        state = self._state
+        if state is None or self._host.vectors_free:
+            return True
+        step_s = self._progress.step_s if self._progress is not None else 0.0
+        handed_over = await self._host.hold(state.base.round, max(SURRENDER_S, 3 * step_s))
+        return handed_over or not self._host.attached
+
+    def settle(self, counted: tuple[bool, ...]) -> None:
+        self._ledger.settle(counted if self._encoded is not None else [False] * self._rules.part_count)
+        if self._hard_reset:
+            lost = self._ledger.discard()
+            if lost:
+                log.warning("uncounted work is discarded: the model that held it is gone", tokens=lost)
+        self._observations.work = self._ledger.status()
+
+    def discard(self, why: str) -> None:
+        """A hard reset from outside (catch-up): what is not counted is lost."""
+        progress = self._progress
+        unreported = 0
+        if self._contribution is None and progress is not None and self._works_in(progress.round):
+            unreported = progress.tokens
+        lost = self._ledger.discard(unreported)
+        if lost:
+            log.warning("uncounted work is discarded", why=why, tokens=lost)
+        self._observations.work = self._ledger.status()
+
+    def _post_progress(self) -> None:
+        remaining: float | None = None
+        if self._host.attached and self._welcomed_round is not None and self._state is not None:
+            progress = self._progress
+            steps = self._manifest.rounds.steps
+            if progress is not None and progress.round == self._state.base.round:
+                remaining = max(0.0, (steps - progress.steps) * progress.step_s)
+            elif progress is not None:
+                remaining = steps * progress.step_s
+            else:
+                remaining = self._rules.ready_max_s
+        self._post(TrainerProgress(remaining_s=remaining, units_wanted=self._units_wanted()))
+
+    def _units_wanted(self) -> int:
+        """Units of a round's steps, rounded up, and one more for the unit in progress."""
+        sequences = self._manifest.rounds.steps * self._manifest.inner.batch_sequences
+        units = math.ceil(sequences / self._manifest.data.unit_sequences) + 1
+        return min(units, self._rules.lease_cap_units)
