@@ -267,11 +267,12 @@ def _check_tree(parents: tuple[int, ...], peers: int, contributing: int) -> str 
         return f"its tree has {parents.count(-1)} roots, not one"
     if any(not -1 <= parent < peers for parent in parents):
         return f"a parent is not one of the {peers} READYs"
+    root = parents.index(-1)
+    if not contributing >> root & 1:
+        return f"its root, READY {root}, does not contribute"
     children = [0] * peers
     for index, parent in enumerate(parents):
-        if parent == -1:
-            if not contributing >> index & 1:
-                return f"its root, READY {index}, does not contribute"
+        if index == root:
             continue
         children[parent] += 1
         if contributing >> index & 1 and not contributing >> parent & 1:
