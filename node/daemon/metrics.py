@@ -1,0 +1,73 @@
+"""The status as Prometheus metrics. Names are stable: dashboards rest on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from node.status import Status
+
+
+def exposition(status: Status) -> bytes:
+    """`status` in the text format of Prometheus."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(status))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield InfoMetricFamily(
+            "atoll_node",
+            "Who this node is.",
+            value={
+                "peer_id": status.peer_id,
+                "version": status.version,
+                "run_id": status.run_id or "",
+                "name": status.name or "",
+                "phase": status.phase,
+            },
+        )
+        gauges: list[tuple[str, str, float | None]] = [
+            ("atoll_round", "Round being worked on.", status.round),
+            ("atoll_members", "Members alive, this node included.", status.members),
+            ("atoll_tokens_per_second", "Training speed of this node.", status.tokens_per_s),
+            ("atoll_loss", "Newest training loss of this node.", status.loss),
+            ("atoll_validation_loss", "Newest validation loss.", status.validation_loss),
+            ("atoll_trainer_attached", "1 while a trainer is attached.", status.trainer.attached),
+            ("atoll_disk_bytes", "Disk used by parts, snapshots and artifacts of the run.", status.disk_bytes),
+            ("atoll_uptime_seconds", "Age of this daemon.", status.uptime_s),
+            ("atoll_carried_tokens", "Trained here and not in a commit yet.", status.work.carried_tokens),
+        ]
+        if (last := status.last_round) is not None:
+            gauges += [
+                ("atoll_last_round_seconds", "Length of the newest round.", last.seconds),
+                ("atoll_last_round_contributors", "Peers counted in the newest round.", last.contributors),
+                ("atoll_last_round_excluded", "Peers not counted in the newest round.", len(last.excluded)),
+                ("atoll_last_round_assemble_seconds", "First READY to roster.", last.assemble_s),
+                ("atoll_last_round_exchange_seconds", "Roster to last part.", last.exchange_s),
+                ("atoll_last_round_commit_seconds", "Last part to applied commit.", last.commit_s),
+                ("atoll_last_round_sent_bytes", "Sent in the newest round.", last.bytes_sent),
+                ("atoll_last_round_received_bytes", "Received in the newest round.", last.bytes_received),
+            ]
+        for name, documentation, value in gauges:
+            if value is not None:
+                yield GaugeMetricFamily(name, documentation, value=float(value))
+        resident = GaugeMetricFamily("atoll_resident_bytes", "Resident memory by process.", labels=["process"])
+        for process, size in status.resident_bytes.items():
+            resident.add_metric([process], size)
+        yield resident
+        yield CounterMetricFamily("atoll_tokens", "Tokens counted by the run.", value=status.tokens_total)
+        yield CounterMetricFamily("atoll_counted_tokens", "Tokens of this node's counted.", status.work.counted_tokens)
+        yield CounterMetricFamily("atoll_discarded_tokens", "Trained here and lost.", status.work.discarded_tokens)
+        problems = CounterMetricFamily("atoll_problems", "What went wrong and was dealt with.", labels=["reason"])
+        for reason, count in status.problems.items():
+            problems.add_metric([reason], count)
+        yield problems
