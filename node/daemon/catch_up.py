@@ -101,9 +101,7 @@ class CatchUp:
 
         async def ask(peer: PeerId) -> None:
             try:
-                answer = await self._network.request(
-                    peer, rpc.TIP, rpc.encode(rpc.Empty()), timeout_s=TIP_TIMEOUT_S
-                )
+                answer = await self._network.request(peer, rpc.TIP, rpc.encode(rpc.Empty()), timeout_s=TIP_TIMEOUT_S)
                 tips.append(PeerTip(peer=peer, tip=rpc.decode(answer, rpc.Tip)))
             except (RequestFailed, msgspec.DecodeError) as error:
                 log.debug("a peer's tip cannot be had", peer=peer, why=str(error))
@@ -192,7 +190,9 @@ class CatchUp:
             )
         return 0
 
-    def _best_snapshot(self, engine_round: int | None, target: int, tips: Sequence[PeerTip]) -> rpc.SnapshotOffer | None:
+    def _best_snapshot(
+        self, engine_round: int | None, target: int, tips: Sequence[PeerTip]
+    ) -> rpc.SnapshotOffer | None:
         """The newest that is offered, certified by a later commit (s ≤ tip - 1), and newer than what is here."""
         offers = [
             offer

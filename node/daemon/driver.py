@@ -12,6 +12,7 @@ from functools import partial
 
 import structlog
 import trio
+from protocol.peer import PeerMachine
 
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
@@ -25,12 +26,13 @@ from node.manifest import Manifest
 from protocol import events
 from protocol.messages import Commit
 from protocol.names import PeerId
-from protocol.peer import PeerMachine
 from protocol.rules import Rules
 
 log = structlog.get_logger()
 
 FETCH_PARTS_S = 30.0
+BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
+"""Phases in which leaving would cost the others parts or votes of the round under way."""
 
 
 class Fallen(AtollError):
@@ -88,7 +90,7 @@ class Driver:
         self._snapshot_scope = trio.CancelScope()
         self._snapshot_done = trio.Event()
         self._snapshot_done.set()
-        self._exchange_started: dict[bytes, float] = {}
+        self._between_rounds = trio.Event()
 
     def post(self, event: events.Event | _ApplyDone) -> None:
         """An event for the machine, from anywhere in the daemon. Dropped when 4,096 wait: the machine re-sends."""
@@ -96,6 +98,10 @@ class Driver:
             self._send.send_nowait(event)
         except trio.WouldBlock:
             self._observations.count(["event queue full"])
+
+    async def wait_between_rounds(self) -> None:
+        """Until no exchange or vote is under way. The caller sets the deadline."""
+        await self._between_rounds.wait()
 
     async def run(self) -> Behind | Over:
         """Raises `Fallen` on an alarm of the protocol."""
@@ -105,6 +111,11 @@ class Driver:
             nursery.start_soon(self._from_network)
             while self._outcome is None:
                 self._observations.phase = self.machine.phase
+                if self.machine.phase in BUSY_PHASES:
+                    if self._between_rounds.is_set():
+                        self._between_rounds = trio.Event()
+                else:
+                    self._between_rounds.set()
                 event = await self._next_event()
                 await self._handle(event)
             await self._snapshot_done.wait()

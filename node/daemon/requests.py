@@ -56,6 +56,8 @@ def exchange_request(
         tokens=tuple(ready.message.tokens for ready in roster.readys),
         shards=tuple(api.ShardPlan(share=shard.share, parents=shard.parents) for shard in roster.plan.shards),
         durations_s=roster.durations_s,
+        largest=tuple(ready.message.largest for ready in roster.readys),
+        weight_cap_ratio=rules.weight_cap_ratio,
         progress_s=rules.progress_s,
         slack_s=rules.slack_s,
         leaf_signatures=leaf_signatures if contributing >> my_index & 1 else (),

@@ -13,6 +13,7 @@ from functools import partial
 
 import structlog
 import trio
+from protocol.peer import PeerMachine
 
 from node.daemon import rpc
 from node.daemon.catch_up import CatchUp
@@ -34,12 +35,10 @@ from node.settings import DaemonSettings
 from protocol import events
 from protocol.messages import Commit, PartHeader
 from protocol.names import Base
-from protocol.peer import PeerMachine
 
 ARTIFACT_TIMEOUT_S = 3600.0
 ARTIFACT_RETRY_S = 2.0
 FP32_BYTES = 4
-BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
 LEAVE_SPREADS_S = 0.3
 """For the LEAVE to be written to every peer's connection before it closes."""
 
@@ -114,8 +113,7 @@ class RunSession:
         driver = self.driver
         if driver is None:
             return
-        while driver.machine.phase in BUSY_PHASES:
-            await trio.sleep(0.05)
+        await driver.wait_between_rounds()
         driver.post(events.LeaveRequested())
         if self.engine is not None and driver.machine.state.base.round > 0:
             await self.save_snapshot()
@@ -127,7 +125,7 @@ class RunSession:
         assert self.driver is not None
         base = self.driver.machine.state.base
         await self.engine.save_snapshot(round=base.round)
-        return str(snapshot_directory(self._engine_directory, base.round, base.state_hash)), base
+        return str(self._engine_directory / "snapshots" / f"{base.round}-{base.state_hash.hex()}"), base
 
     # ------------------------------------------------------------ engine
 
@@ -217,6 +215,12 @@ class RunSession:
                     case api.ExchangeEnded():
                         self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
                         self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))
+                    case api.StorageFailed():
+                        log.error("received bytes cannot be stored", why=event.reason)
+                        self._observations.count(["storing failed"])
+                        self._post(events.StorageAble(able=False))
+                    case api.StorageWorks():
+                        self._post(events.StorageAble(able=True))
                     case api.PeerRate():
                         pass  # measured links feed the planner of grouped plans; the flat plan has equal shares
 

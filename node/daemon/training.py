@@ -23,7 +23,6 @@ from node.settings import DaemonSettings
 from node.trainer import wire
 from protocol.chain import ChainState, member
 from protocol.events import Event, Frozen, TrainerProgress
-from protocol.leaf import leaf_message
 from protocol.messages import UnitRange
 from protocol.names import Base
 from protocol.rules import Rules
@@ -178,7 +177,9 @@ class Training:
         elif isinstance(event, wire.Contribution):
             await self._contributed(event)
         elif isinstance(event, wire.Loaded):
-            pass
+            if event.fresh and (lost := self._ledger.discard()):
+                log.warning("uncounted work is discarded: the trainer took the state as it is", tokens=lost)
+                self._observations.work = self._ledger.status()
         elif self._host.attached:
             self._post_progress()
         else:
@@ -186,9 +187,7 @@ class Training:
 
     def _works_in(self, round_number: int) -> bool:
         return (
-            self._state is not None
-            and self._state.base.round == round_number
-            and self._welcomed_round == round_number
+            self._state is not None and self._state.base.round == round_number and self._welcomed_round == round_number
         )
 
     def _detached(self) -> None:
@@ -282,7 +281,7 @@ class Training:
         if self._encoded is None:
             return ()
         return tuple(
-            self._identity.sign(leaf_message(base, part, part_hash))
+            self._identity.sign(api.leaf_message(base, part, part_hash))
             for part, part_hash in enumerate(self._encoded.hashes)
         )
 
