@@ -104,6 +104,11 @@ def _coordinators(prev: Digest, electors: tuple[PeerId, ...], late: frozenset[Pe
     return tuple(sorted(electors, key=lambda peer: (peer in late, elector_key(prev, peer))))
 
 
+def lineage_of(reformed: Reformed) -> Digest:
+    """`L′ = H(body)`: whoever signed has no part in the name."""
+    return digest(b"atoll/reform", reformed.body)
+
+
 # ---------------------------------------------------------------- from state to state
 
 
@@ -171,7 +176,7 @@ def reform_state(state: ChainState, rules: Rules, reformed: Reformed) -> ChainSt
     leftover = [item for entry in old.values() for item in entry.lease]
     return replace(
         state,
-        base=replace(state.base, lineage=digest(b"atoll/reform", reformed.body)),
+        base=replace(state.base, lineage=lineage_of(reformed)),
         members=tuple(members),
         electors=_seated(state.base.prev, [peer for peer, _ in members], rules),
         returned=normal((*state.returned, *leftover)),

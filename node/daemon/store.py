@@ -1,0 +1,425 @@
+"""What a daemon must not forget: the chain of its run and the journal of its votes, in the run's directory.
+
+    chain.log           every commit and reform since the start (`node.daemon.chain_log`)
+    chain.checkpoint    where the chain stood lately, so that opening reads only the log's tail; made again if lost
+    journal             the newest vote journal, replaced atomically
+
+A commit goes to disk before it is applied; the hash of the outer state that it gives is added once it is known: applied
+here, or certified by a commit that follows. All calls block on the disk and may come from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from node.daemon.chain_checkpoint import Entry, framed, load_checkpoint, save_checkpoint, unframed
+from node.daemon.chain_log import HEADER_BYTES, ChainLog, Frame, FrameKind, StoreError
+from node.engine.disk import write_atomic
+from node.errors import StrangerError
+from node.manifest import MAX_MANIFEST_BYTES, SignedManifest
+from protocol.chain import ChainState, genesis, lineage_of, next_state, reform_state
+from protocol.commits import verify_commit, verify_reform
+from protocol.messages import Commit, Reformed
+from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring
+from protocol.rules import Rules
+from protocol.wire import WireError, decode_body, decode_commit, encode_body, encode_commit
+
+CHECKPOINT_EVERY_RECORDS = 64
+_JOURNAL_MAGIC = b"ATOLLV1\0"
+
+log = structlog.get_logger()
+
+
+class StateMismatch(StoreError):
+    """The outer state computed here is not the one that the chain certifies: it is corrupt, load another."""
+
+
+class JournalState(StrEnum):
+    MISSING = "missing"
+    TORN = "torn"
+    OK = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A commit or a reform of the chain."""
+
+    kind: FrameKind
+    round: int
+    """The round that a commit decided; of a reform, the round that the new lineage starts with."""
+    body: bytes
+    """`encode_commit` of a commit, `encode_body` of a `Reformed`."""
+
+
+def save_manifest(path: Path, signed: SignedManifest) -> None:
+    """Durably, creating the run's directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, msgspec.msgpack.encode(signed))
+
+
+def load_manifest(path: Path) -> SignedManifest | None:
+    """None: there is none. Raises `StoreError` if the file is damaged; whether it is signed, the caller checks."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(2 * MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.msgpack.decode(data, type=SignedManifest)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{path} is damaged ({error}); remove it and join the run again") from error
+
+
+class Store:
+    """The durable chain and journal of one run. Call `open` before anything else."""
+
+    def __init__(self, directory: Path, rules: Rules, keyring: Keyring) -> None:
+        self._directory = directory
+        self._rules = rules
+        self._keyring = keyring
+        self._lock = threading.RLock()
+        self._log: ChainLog | None = None
+        self._entries: list[Entry] = []
+        self._commits: list[int] = []
+        """By round: the commit's place in `_entries`."""
+        self._state = genesis(rules)
+        self._checkpointed = 0
+
+    # ------------------------------------------------------------ opening and closing
+
+    def open(self) -> None:
+        """Reads the chain and sets a torn or damaged tail aside. Raises `StoreError` or `OSError`. Idempotent."""
+        with self._lock:
+            if self._log is not None:
+                return
+            self._directory.mkdir(parents=True, exist_ok=True)
+            chain_log = ChainLog(self._directory / "chain.log", self._rules.run)
+            end = self._load(chain_log)
+            for frame in chain_log.frames(end):
+                try:
+                    self._take(frame)
+                except (WireError, ValueError, StoreError) as error:
+                    log.error("a record of the chain cannot be used", offset=frame.offset, why=str(error))
+                    break
+                end = frame.end
+            chain_log.cut(end)
+            if chain_log.set_aside is not None:
+                log.error("the end of the chain log was damaged: set aside", file=str(chain_log.set_aside))
+            self._log = chain_log
+
+    def close(self) -> None:
+        """Writes a checkpoint, so that the next opening is quick. Idempotent."""
+        with self._lock:
+            if self._log is not None:
+                self._save(self._log)
+                self._log.close()
+                self._log = None
+
+    # ------------------------------------------------------------ where the chain stands
+
+    @property
+    def state(self) -> ChainState:
+        """The newest. Its `state_hash` is zero, or a peer's claim, between a commit and its application here."""
+        return self._state
+
+    @property
+    def set_aside(self) -> Path | None:
+        """Where a damaged end of the log was moved at this opening."""
+        return self._opened().set_aside
+
+    def state_hash_at(self, round_number: int) -> Digest | None:
+        """The outer state that round `round_number` starts from, if that is certain; None: unknown here."""
+        with self._lock:
+            if round_number == 0:
+                return self._rules.initial_state_hash
+            if not 0 < round_number <= len(self._commits):
+                return None
+            known = self._entries[self._commits[round_number - 1]].after.state_hash
+            return None if known == ZERO_DIGEST else known
+
+    def commit_at(self, round_number: int) -> Commit:
+        """The commit of round `round_number`. Raises `StoreError` if this log has none, or it went bad on disk."""
+        with self._lock:
+            if not 0 <= round_number < len(self._commits):
+                raise StoreError(f"the chain here has no commit of round {round_number}; fetch it from a peer")
+            return decode_commit(self._body(self._entries[self._commits[round_number]]))
+
+    def records(self, from_round: int = 0) -> Iterator[Record]:
+        """Records from round `from_round` on, oldest first, read from disk one by one."""
+        for entry in tuple(self._entries):
+            if entry.round >= from_round:
+                with self._lock:
+                    body = self._body(entry)
+                yield Record(kind=entry.kind, round=entry.round, body=body)
+
+    def records_after(
+        self, *, round_number: int, prev: Digest, lineage: Digest, limit_bytes: int
+    ) -> tuple[list[bytes], bool] | None:
+        """Records that follow the given place, each as kind and body, and whether there are more than fit.
+
+        At least one if there is any, whatever its size. None: that place is not on the chain here.
+        """
+        with self._lock:
+            position = self._position_after(round_number, prev, lineage)
+            if position is None:
+                return None
+            records: list[bytes] = []
+            size = 0
+            for entry in self._entries[position:]:
+                record = entry.kind.to_bytes(1, "little") + self._body(entry)
+                size += len(record)
+                if records and size > limit_bytes:
+                    return records, True
+                records.append(record)
+            return records, False
+
+    def replay(self) -> ChainState:
+        """Verify every record again, signatures included, from the beginning. Raises `InvalidCommit`, `StoreError`."""
+        state = genesis(self._rules)
+        for record in self.records():
+            if record.kind is FrameKind.COMMIT:
+                commit = decode_commit(record.body)
+                state = _with_hash(state, commit.roster.message.base.state_hash)
+                verify_commit(state, self._rules, commit, self._keyring)
+                state = self._after_commit(state, commit)
+            else:
+                reformed = decode_body(Reformed, record.body)
+                state = _with_hash(state, reformed.reform.base.state_hash)
+                verify_reform(state, self._rules, reformed, self._keyring)
+                state = reform_state(state, self._rules, reformed)
+        return _with_hash(state, self._state.base.state_hash)
+
+    # ------------------------------------------------------------ growing
+
+    def append_commit(self, commit: Commit, commit_hash: Digest) -> None:
+        """Before the commit is applied. Verified by the caller; the newest one again changes nothing.
+
+        Raises `StoreError` if it does not follow the chain here, `OSError` if the disk fails: then it is not here.
+        """
+        with self._lock:
+            if commit_hash == self._state.base.prev:
+                return
+            self._certify(commit.roster.message.base)
+            state = self._after_commit(self._state, commit)
+            if state.base.prev != commit_hash:
+                raise StoreError(
+                    f"the commit of round {state.base.round - 1} hashes to {state.base.prev.hex()[:16]} here, not to "
+                    f"{commit_hash.hex()[:16]}; run the same version as your peers"
+                )
+            self._push(FrameKind.COMMIT, self._write(FrameKind.COMMIT, encode_commit(commit)), state)
+
+    def append_reform(self, reformed: Reformed) -> None:
+        """The birth of a lineage, verified by the caller; one that is here already changes nothing. Raises alike."""
+        with self._lock:
+            lineage = lineage_of(reformed)
+            if any(entry.after.lineage == lineage for entry in self._entries):
+                return
+            self._certify(reformed.reform.base)
+            state = reform_state(self._state, self._rules, reformed)
+            self._push(FrameKind.REFORM, self._write(FrameKind.REFORM, encode_body(reformed)), state)
+
+    def extend(self, records: Sequence[bytes], tip_state_hash: Digest) -> None:
+        """Verify and append what a peer sent (`records_after`), oldest first.
+
+        `tip_state_hash`: the outer state that the peer claims for the newest; it stands in `state` until one of ours
+        or a later record makes it certain. Raises `StrangerError` or `InvalidCommit` at the first record that is no
+        record or does not follow; those before it stay.
+        """
+        with self._lock:
+            for record in records:
+                try:
+                    self._extend(record[:1], record[1:])
+                except WireError as error:
+                    raise StrangerError(f"a record of the chain does not decode: {error}") from error
+            if self._hash_is_open():
+                self._state = _with_hash(self._state, tip_state_hash)
+
+    def _extend(self, kind: bytes, body: bytes) -> None:
+        if kind == FrameKind.COMMIT.to_bytes(1, "little"):
+            commit = decode_commit(body)
+            base = commit.roster.message.base
+            verify_commit(self._vouched(base), self._rules, commit, self._keyring)
+            self._certify(base)
+            state = self._after_commit(self._state, commit)
+            self._push(FrameKind.COMMIT, self._write(FrameKind.COMMIT, body), state)
+        elif kind == FrameKind.REFORM.to_bytes(1, "little"):
+            reformed = decode_body(Reformed, body)
+            verify_reform(self._vouched(reformed.reform.base), self._rules, reformed, self._keyring)
+            self._certify(reformed.reform.base)
+            state = reform_state(self._state, self._rules, reformed)
+            self._push(FrameKind.REFORM, self._write(FrameKind.REFORM, body), state)
+        else:
+            raise StrangerError(f"a record of the chain has kind {kind!r}, which is neither commit nor reform")
+
+    def mark_applied(self, round_number: int, state_hash: Digest) -> None:
+        """The newest commit is applied: round `round_number` starts from `state_hash`. Raises `StoreError`."""
+        if round_number != self._state.base.round:
+            raise StoreError(
+                f"round {round_number} was applied, but the chain here is at {self._state.base.round}; catch up first"
+            )
+        self.verify_state(round_number, state_hash)
+
+    def verify_state(self, round_number: int, state_hash: Digest) -> None:
+        """Compare a state computed here with the chain's; where the chain does not know it yet, it is learnt.
+
+        Raises `StateMismatch` if they differ, `StoreError` if the chain has no such round.
+        """
+        with self._lock:
+            known = self.state_hash_at(round_number)
+            if known is None and round_number == self._state.base.round:
+                self._write(FrameKind.APPLIED, state_hash)
+                self._learn(state_hash)
+            elif known is None:
+                raise StoreError(f"the chain here has no round {round_number}; catch up first")
+            elif known != state_hash:
+                raise StateMismatch(
+                    f"the state of round {round_number} is {state_hash.hex()[:16]} here, but the run agreed on "
+                    f"{known.hex()[:16]}; load a snapshot from a peer"
+                )
+
+    # ------------------------------------------------------------ the vote journal
+
+    def write_journal(self, journal: bytes) -> None:
+        """Replace the journal: when this returns, no crash brings the old one back. Raises `OSError`."""
+        write_atomic(self._directory / "journal", framed(_JOURNAL_MAGIC, journal))
+
+    def read_journal(self) -> tuple[bytes | None, JournalState]:
+        """The newest journal; None unless it is `OK`."""
+        try:
+            data = (self._directory / "journal").read_bytes()
+        except FileNotFoundError:
+            return None, JournalState.MISSING
+        journal = unframed(_JOURNAL_MAGIC, data)
+        return journal, JournalState.TORN if journal is None else JournalState.OK
+
+    # ------------------------------------------------------------ inside
+
+    def _opened(self) -> ChainLog:
+        if self._log is None:
+            raise StoreError(f"the chain in {self._directory} is not open; call open() first")
+        return self._log
+
+    def _write(self, kind: FrameKind, payload: bytes) -> int:
+        return self._opened().append(kind, payload)
+
+    def _take(self, frame: Frame) -> None:
+        """Follow a record of my own log, which was verified before it was written."""
+        match frame.kind:
+            case FrameKind.COMMIT:
+                commit = decode_commit(frame.payload)
+                self._certify(commit.roster.message.base)
+                self._push(frame.kind, frame.offset, self._after_commit(self._state, commit))
+            case FrameKind.REFORM:
+                reformed = decode_body(Reformed, frame.payload)
+                self._certify(reformed.reform.base)
+                self._push(frame.kind, frame.offset, reform_state(self._state, self._rules, reformed))
+            case FrameKind.APPLIED:
+                if len(frame.payload) != DIGEST_BYTES:
+                    raise StoreError(f"a state hash of {len(frame.payload)} bytes lies in the chain log")
+                self._learn(frame.payload)
+
+    def _push(self, kind: FrameKind, offset: int, state: ChainState) -> None:
+        if kind is FrameKind.COMMIT:
+            self._commits.append(len(self._entries))
+        self._entries.append(Entry(kind=kind, offset=offset, after=state.base))
+        self._state = state
+        if self._log is not None and len(self._entries) - self._checkpointed >= CHECKPOINT_EVERY_RECORDS:
+            self._save(self._log)
+
+    def _after_commit(self, state: ChainState, commit: Commit) -> ChainState:
+        """The state hash stays open unless the commit has no parts."""
+        unchanged = commit.roster.message.plan is None
+        return next_state(state, self._rules, commit, state.base.state_hash if unchanged else ZERO_DIGEST)
+
+    def _hash_is_open(self) -> bool:
+        """Whether nobody has yet told for certain which outer state the newest commit gave."""
+        return bool(self._entries) and self._entries[-1].after.state_hash == ZERO_DIGEST
+
+    def _vouched(self, base: Base) -> ChainState:
+        """My newest state with the state hash that a record names: its signers vouch for it, mine may be corrupt."""
+        return _with_hash(self._state, base.state_hash) if self._entries else self._state
+
+    def _certify(self, base: Base) -> None:
+        """A verified record builds on `base`: that makes its state hash certain. Raises `StoreError`."""
+        vouched = self._vouched(base)
+        if vouched.base != base:
+            raise _misplaced(base, self._state.base)
+        if self._hash_is_open():
+            self._learn(base.state_hash)
+        elif base.state_hash != self._state.base.state_hash:
+            log.error(
+                "the state computed here is not the one that the run agreed on",
+                round=base.round,
+                here=self._state.base.state_hash.hex(),
+                agreed=base.state_hash.hex(),
+            )
+            self._learn(base.state_hash)
+
+    def _learn(self, state_hash: Digest) -> None:
+        """The outer state of the newest round is certain from now on."""
+        self._state = replace(self._state, base=replace(self._state.base, state_hash=state_hash))
+        for place in range(len(self._entries) - 1, -1, -1):
+            entry = self._entries[place]
+            if entry.after.round != self._state.base.round:
+                break
+            self._entries[place] = replace(entry, after=replace(entry.after, state_hash=state_hash))
+
+    def _position_after(self, round_number: int, prev: Digest, lineage: Digest) -> int | None:
+        """Place in `_entries` of the first record behind the given place of the chain."""
+        first = genesis(self._rules).base
+        if (round_number, prev, lineage) == (0, first.prev, first.lineage):
+            return 0
+        if not 0 <= round_number <= len(self._commits):
+            return None
+        start = self._commits[round_number - 1] if round_number else 0
+        for place in range(start, len(self._entries)):
+            after = self._entries[place].after
+            if after.round != round_number:
+                return None
+            if (after.prev, after.lineage) == (prev, lineage):
+                return place + 1
+        return None
+
+    def _body(self, entry: Entry) -> bytes:
+        frame = self._opened().read(entry.offset)
+        if frame is None or frame.kind is not entry.kind:
+            raise StoreError(
+                f"the record at {entry.offset} of {self._directory / 'chain.log'} went bad on disk; "
+                "move the file away to fetch the chain anew"
+            )
+        return frame.payload
+
+    def _load(self, chain_log: ChainLog) -> int:
+        """Where to read on in the log: behind what the checkpoint holds, or at the log's first frame."""
+        found = load_checkpoint(self._directory / "chain.checkpoint", chain_log, self._rules.run)
+        if found is None:
+            return HEADER_BYTES
+        self._entries = list(found.entries)
+        self._commits = [place for place, entry in enumerate(found.entries) if entry.kind is FrameKind.COMMIT]
+        self._state = found.state
+        self._checkpointed = len(found.entries)
+        return found.log_end
+
+    def _save(self, chain_log: ChainLog) -> None:
+        # A peer's claim of the newest state hash is not kept.
+        state = _with_hash(self._state, ZERO_DIGEST) if self._hash_is_open() else self._state
+        save_checkpoint(self._directory / "chain.checkpoint", chain_log, self._entries, state)
+        self._checkpointed = len(self._entries)
+
+
+def _with_hash(state: ChainState, state_hash: Digest) -> ChainState:
+    return replace(state, base=replace(state.base, state_hash=state_hash))
+
+
+def _misplaced(base: Base, here: Base) -> StoreError:
+    return StoreError(
+        f"a record of round {base.round} after {base.prev.hex()[:16]} does not follow the chain here, which is at "
+        f"round {here.round} after {here.prev.hex()[:16]}; catch up first"
+    )
