@@ -137,7 +137,11 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The trainer has taken over what a Welcome or a Committed gave it, and trains round `round`."""
+
     round: int
+    fresh: bool = False
+    """θ_local = θ: no uncounted work of earlier rounds is in the model (any more)."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
