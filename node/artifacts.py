@@ -35,7 +35,7 @@ def store(data: bytes, folder: Path) -> Artifact:
     """Write `data` under its hash, durably and at once; writing the same again changes nothing."""
     artifact = Artifact(hash=blake3(data).hexdigest(), length=len(data))
     path = folder / artifact.hash
-    if not (path.is_file() and path.stat().st_size == artifact.length and hash_file(path) == artifact.hash):
+    if not _holds(path, artifact):
         write_atomically(data, path)
     return artifact
 
@@ -66,7 +66,7 @@ def place(artifact: Artifact, source: Path, target: Path) -> Path:
     """Make `artifact` of the folder `source` appear in `target` too, without a copy where the filesystem can."""
     target.mkdir(parents=True, exist_ok=True)
     path = target / artifact.hash
-    if path.is_file() and path.stat().st_size == artifact.length:
+    if _holds(path, artifact):
         return path
     origin = verified(artifact, source)
     temporary = target / f".{artifact.hash}.{secrets.token_hex(4)}"
@@ -76,6 +76,10 @@ def place(artifact: Artifact, source: Path, target: Path) -> Path:
         shutil.copyfile(origin, temporary)
     temporary.replace(path)
     return path
+
+
+def _holds(path: Path, artifact: Artifact) -> bool:
+    return path.is_file() and path.stat().st_size == artifact.length and hash_file(path) == artifact.hash
 
 
 def write_atomically(data: bytes, path: Path) -> None:

@@ -28,7 +28,9 @@ OuterRow = Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(g
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(_Section):
@@ -88,6 +90,7 @@ class DataConfig(_Section):
     name: Text | None = None
     """Configuration of the dataset."""
     split: Text = "train"
+    """Split of a Hugging Face dataset to train on."""
     data_files: list[Text] = Field(default_factory=list)
     """Files of the dataset. Without a hub dataset they lie in a folder that each peer names in `ATOLL_DATA`."""
     text_field: Text = "text"
@@ -117,7 +120,9 @@ class ValidationConfig(_Section):
     """Fixed sequences, of documents that nobody trains on, measured by every peer alike."""
 
     sequences: int = Field(default=64, ge=1, le=65_536)
+    """Packed sequences, at most; fewer when the held-out documents fill fewer."""
     every_rounds: int = Field(default=1, ge=1)
+    """Rounds between two measurements."""
     share: float = Field(default=0.04, gt=0, le=0.5)
     """Share of the documents that is held out when the data has no split of its own."""
     split: Text | None = None
@@ -130,14 +135,21 @@ class InnerConfig(_Section):
     """AdamW and its schedule. Steps count over the run, so a joiner enters in the middle."""
 
     lr: float = Field(gt=0, le=10)
+    """Peak learning rate of a peer's own optimizer."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's mean of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of AdamW's mean of squared gradients."""
     epsilon: float = Field(default=1e-8, gt=0, lt=1)
+    """Added to AdamW's denominator."""
     weight_decay: float = Field(default=0.1, ge=0, le=10)
+    """AdamW's decoupled weight decay, scaled by the learning rate."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Inner steps of the run over which the learning rate rises from zero."""
     total_steps: int = Field(default=0, ge=0)
     """Where the schedule ends; 0: at end.rounds × rounds.steps, and then warm-up takes at most half of it."""
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -156,6 +168,7 @@ class OuterConfig(_Section):
     """Nesterov momentum on the mean of what the peers learned in a round."""
 
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer step."""
     lr: list[OuterRow] = Field(default=[(1, 0.4), (2, 0.6), (8, 0.7)])
     """Rows of (contributors at least, learning rate), ascending from 1."""
 
@@ -170,14 +183,18 @@ class RoundsConfig(_Section):
     sum_codec: Literal["sum16"] = "sum16"
     """How partial sums travel."""
     engine: Literal["atoll"] = "atoll"
+    """What moves and computes the averages."""
     fragments: Literal[1] = 1
+    """Parts of the vector that take turns; only 1 so far."""
     overlap: Literal[0] = 0
+    """Inner steps that go on while a round's average is made; only 0 so far."""
 
 
 class AdmissionConfig(_Section):
     join: Literal["open", "list"] = "open"
     """`open`: anyone may join. `list`: only `peers`, the founders and the creator."""
     peers: list[Text] = Field(default_factory=list)
+    """Peer ids that may join when `join` is `list`."""
     founders: list[Text] = Field(default_factory=list)
     """Peer ids that count before the first round; empty: the creator."""
     quorum: Literal["majority", "two_thirds"] = "two_thirds"
@@ -205,6 +222,7 @@ class LimitsConfig(_Section):
     norm_limit_ratio: float = Field(default=5.0, ge=1)
     """A contribution whose norm is this many times the median's is left out."""
     heartbeat_s: float = Field(default=1.0, ge=0.05, le=3600)
+    """Time between two signs of life."""
     heartbeat_timeout_s: Seconds = 6.0
     """Silence after which a peer counts as gone; at least twice the heartbeat."""
     grace_s: Seconds = 2.0
@@ -216,18 +234,25 @@ class LimitsConfig(_Section):
     level_max_s: Seconds = 300.0
     """The most that a roster may give a level of its trees."""
     level_min_s: Seconds = 2.0
+    """The least that a roster gives a level of its trees."""
     progress_s: Seconds = 5.0
     """A transfer that moves nothing for this long is given up."""
     slack_s: Seconds = 1.0
+    """Added to each deadline of an exchange."""
     attempt_timeout_s: Seconds = 10.0
     """Length of an attempt's timer beside the roster's own durations; doubles with each attempt."""
     attempt_timeout_max_s: Seconds = 120.0
+    """What the doubling stops at."""
     resend_s: Seconds = 2.0
+    """Time between two repetitions of votes that may have been lost."""
     fork_timeout_s: Seconds = 20.0
     """How long a quorum must be silent before the others re-form without it; more than the heartbeat timeout."""
     reform_collect_s: Seconds = 10.0
+    """How long a REFORM collects those who are willing."""
     snapshot_every_rounds: int = Field(default=5, ge=1)
+    """Rounds between two snapshots, which joiners start from."""
     keep_snapshots: int = Field(default=2, ge=1)
+    """Snapshots that each peer keeps on its disk."""
     keep_rounds: int = Field(default=20, ge=2)
     """Rounds whose results are kept for peers that catch up; more than `snapshot_every_rounds`."""
 
@@ -236,16 +261,27 @@ class RunConfig(_Section):
     """A whole run, as its creator writes it."""
 
     name: str = Field(min_length=1, max_length=100)
+    """What people call the run."""
     model: ModelConfig
+    """What is trained."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """How text becomes tokens."""
     data: DataConfig
+    """What it is trained on."""
     validation: ValidationConfig = ValidationConfig()
+    """How progress is measured."""
     inner: InnerConfig
+    """How each peer trains."""
     outer: OuterConfig = OuterConfig()
+    """How a round's average becomes the next state."""
     rounds: RoundsConfig = RoundsConfig()
+    """How often and how the peers agree."""
     admission: AdmissionConfig = AdmissionConfig()
+    """Who takes part and who decides."""
     end: EndConfig = EndConfig()
+    """When the run is over."""
     limits: LimitsConfig = LimitsConfig()
+    """Durations and bounds that all peers share."""
 
     _source: str = PrivateAttr("the run's definition")
     _directory: Path = PrivateAttr(default_factory=Path.cwd)

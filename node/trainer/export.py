@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,24 @@ def export(
     if manifest.model.function is not None:
         _save_module(manifest, model, directory)
     else:
-        model.eval()
-        model.save_pretrained(directory)
+        with _no_progress_bar():
+            model.save_pretrained(directory)
     if manifest.tokenizer is not None:
         _save_tokenizer(manifest, artifacts_directory, directory)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The library would draw one over the caller's terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _save_module(manifest: Manifest, model: torch.nn.Module, directory: Path) -> None:
@@ -57,7 +72,7 @@ def _save_tokenizer(manifest: Manifest, artifacts_directory: Path, directory: Pa
     assert manifest.tokenizer is not None
     path = artifacts.verified(manifest.artifacts[manifest.tokenizer], artifacts_directory)
     codec = tokens.load_tokenizer(path)
-    special = {}
+    special: dict[str, Any] = {}
     for role in ("bos", "eos", "pad"):
         token_id = manifest.model.config.get(f"{role}_token_id")
         token = codec.id_to_token(token_id) if isinstance(token_id, int) else None
