@@ -11,7 +11,7 @@ _QUIET = ("libp2p", "hypercorn", "multiaddr", "asyncio", "urllib3", "filelock", 
 """Libraries whose own stories are only of interest when something is being looked for."""
 
 
-def set_up(level: str = "info", *, json: bool = False) -> None:
+def configure(level: str = "info", *, json: bool = False) -> None:
     """One line an event: time, level, text, key=value; or one JSON object. Safe to call again."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

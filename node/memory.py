@@ -10,6 +10,12 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from node.errors import OperatorError
+
+if TYPE_CHECKING:
+    from node.manifest import Manifest
 
 MIB = 1 << 20
 
@@ -56,6 +62,25 @@ def disk_needed(elements: int, *, keep_snapshots: int, keep_rounds: int, bytes_p
     snapshots = elements * 8 * (keep_snapshots + 1)
     parts = int(elements * bytes_per_part_element) * (keep_rounds + 2)
     return elements * 4 + snapshots + parts + elements * TRAINER_CHECKPOINT_BYTES_PER_PARAMETER
+
+
+def check_memory_for(manifest: Manifest) -> None:
+    """Raises `OperatorError` for a model that this machine can never hold, whatever else runs on it.
+
+    What is free now is checked where it is taken: by the supervisor, before it allocates.
+    """
+    needed = memory_needed(manifest.layout.elements, trains_on_cpu=False)
+    total = total_memory()
+    if needed > total:
+        raise OperatorError(
+            f"the run {manifest.name!r} needs {human(needed)} of memory and this machine has {human(total)}: "
+            "join it from a larger machine"
+        )
+
+
+def total_memory() -> int:
+    """Bytes of this machine, or of the smallest cgroup around this process."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_limits())])
 
 
 def available_memory() -> int:

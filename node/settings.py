@@ -24,6 +24,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Absolute path."""
     run_id: str | None = None
     """Hex; its signed manifest lies in the home. None: the manifest comes from the peers in `join`."""
+    resume_run_id: str | None = None
+    """Hex, with `run_id` None: the run that this home was in before; it goes on when no peer in `join` answers."""
     join: tuple[str, ...] = ()
     """Multiaddrs ending in `/p2p/PEER_ID`; dialled again for as long as the node lives."""
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)

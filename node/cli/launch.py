@@ -1,0 +1,175 @@
+"""`atoll daemon`: checks everything that can be checked, then becomes the supervisor.
+
+What an operator can get wrong is refused here, in this process, before anything is allocated or started.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from node.artifacts import write_atomically
+from node.cli import runs
+from node.cli.options import OperatorSettings
+from node.cli.runs import HomeRun
+from node.daemon.addresses import Address, check_port_is_free, parse_own_address, parse_peer_address
+from node.daemon.identity import ensure_identity
+from node.errors import OperatorError
+from node.home import Home
+from node.memory import Shortage, disk_needed, disk_shortage, memory_needed, memory_shortage
+from node.settings import SETTINGS_VARIABLE, DaemonSettings
+from node.supervisor import lock
+from node.supervisor.roles import python
+
+ANY_HOST = "0.0.0.0"
+
+
+def launch(home: Home, operator: OperatorSettings, report: Callable[[str], None]) -> None:
+    """Does not return: this process goes on as the supervisor, with the same process id. Raises `OperatorError`."""
+    held = lock.acquire(home)
+    settings = prepare(home, operator, report)
+    os.set_inheritable(held, True)
+    environment = os.environ | {
+        "ATOLL_HOME": str(home.path),
+        SETTINGS_VARIABLE: settings.to_json(),
+        lock.LOCK_VARIABLE: str(held),
+    }
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = python("node.supervisor")
+    os.execve(command[0], command, environment)
+
+
+def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None]) -> DaemonSettings:
+    """The settings of the node; afterwards the home has an identity and, unless it joins one, its run."""
+    join = [parse_peer_address(text) for text in operator.join]
+    for text in operator.announce:
+        parse_own_address(text, "--announce")
+    listen = _listen_addresses(home, operator)
+    _check_ports(operator, listen)
+    ensure_identity(home)
+    lock.prepare_socket_directory(home)
+    previous = runs.current(home)
+    run = _run_of(home, operator, previous, report)
+    if run is not None:
+        _check_resources(home, run, operator.device)
+        runs.make_current(home, run.run_id)
+    return DaemonSettings(
+        home=str(home.path),
+        run_id=run.run_id.hex() if run else None,
+        resume_run_id=previous.run_id.hex() if run is None and previous else None,
+        join=tuple(str(address) for address in join),
+        listen=tuple(str(address) for address in listen),
+        announce=operator.announce,
+        data_port=operator.data_port,
+        http=operator.http,
+        device=operator.device,
+        max_rounds=operator.max_rounds,
+        name=operator.name,
+        threads=operator.threads,
+        max_upload_bytes=operator.max_upload,
+        max_download_bytes=operator.max_download,
+        max_disk_bytes=operator.max_disk,
+        allow_functions=operator.allow_function,
+        log_level=operator.log_level,
+        log_json=operator.log_json,
+    )
+
+
+def _run_of(
+    home: Home, operator: OperatorSettings, previous: HomeRun | None, report: Callable[[str], None]
+) -> HomeRun | None:
+    """None: it comes from the peers to join."""
+    if operator.run is not None:
+        return runs.obtain(
+            home,
+            operator.run,
+            overrides=operator.set,
+            allow_functions=operator.allow_function,
+            report=report,
+        )
+    if operator.set:
+        raise OperatorError("--set changes a run that is being created: name that run by --run")
+    if operator.join:
+        return None
+    if previous is None:
+        raise OperatorError(
+            f"the home {home.path} has no run yet: start one by `atoll daemon --run tiny`, "
+            "or join one by `atoll join MULTIADDR`"
+        )
+    return previous
+
+
+def _check_resources(home: Home, run: HomeRun, device: str) -> None:
+    """Before anything is allocated. Raises `OperatorError` naming what is needed and what there is."""
+    elements, limits = run.manifest.layout.elements, run.manifest.limits
+    memory = memory_shortage(memory_needed(elements, trains_on_cpu=_trains_on_cpu(device)))
+    disk: Shortage | None = None
+    if not home.engine_directory(run.run_id).joinpath("snapshots").exists():  # else most of it is taken already
+        needed = disk_needed(elements, keep_snapshots=limits.keep_snapshots, keep_rounds=limits.keep_rounds)
+        disk = disk_shortage(home.path, needed)
+    for shortage, fix in (
+        (memory, "free memory, or choose a smaller model"),
+        (disk, "free disk, or choose another home by --home"),
+    ):
+        if shortage is not None:
+            raise OperatorError(f"the run {run.manifest.name!r} does not fit on this machine: {shortage}; {fix}")
+
+
+def _trains_on_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia[0-9]*")))
+
+
+# ---------------------------------------------------------------- ports
+
+
+def _listen_addresses(home: Home, operator: OperatorSettings) -> list[Address]:
+    """As the operator said, else the port of last time: others remember it, and after a power cut it must be found."""
+    if operator.listen:
+        return [parse_own_address(text, "--listen") for text in operator.listen]
+    remembered = home.path / "listen_port"
+    try:
+        port = int(remembered.read_text(encoding="ascii"))
+        address = Address("ip4", ANY_HOST, port)
+        check_port_is_free(address)
+    except (FileNotFoundError, ValueError, OperatorError):
+        address = Address("ip4", ANY_HOST, _free_port())
+        write_atomically(str(address.port).encode(), remembered)
+    return [address]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ANY_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_ports(operator: OperatorSettings, listen: list[Address]) -> None:
+    for address in listen:
+        if address.port:
+            check_port_is_free(address)
+    if operator.data_port:
+        if any(address.port == operator.data_port for address in listen):
+            raise OperatorError(
+                f"--data-port {operator.data_port} is the port of --listen too; choose another one, or 0 for any"
+            )
+        _check_plain(
+            listen[0].host, operator.data_port, f"--data-port {operator.data_port}", "another one, or 0 for any"
+        )
+    if operator.http != "off":
+        host, _, port = operator.http.rpartition(":")
+        if int(port):
+            _check_plain(host.strip("[]"), int(port), f"--http {operator.http}", "another port, or off")
+
+
+def _check_plain(host: str, port: int, flag: str, otherwise: str) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OperatorError(f"{flag} cannot be listened on ({error.strerror or error}); choose {otherwise}") from error

@@ -1,0 +1,136 @@
+"""Status for people: tables on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from node.memory import human
+from node.status import HistoryRound, MemberStatus, Peers, Status
+
+SHOWN_ROUNDS = 8
+_PHASE_STYLE = {
+    "training": "green",
+    "exchanging": "cyan",
+    "committing": "cyan",
+    "finished": "bold green",
+    "leaving": "yellow",
+}
+
+
+def print_status(status: Status) -> None:
+    Console().print(status_view(status))
+
+
+def print_peers(peers: Peers) -> None:
+    Console().print(members_table(peers.peers, peers.peer_id))
+
+
+def line(status: Status) -> str:
+    """The whole status in one line, for logs and pipes."""
+    rounds = f"round {status.round}" + (f"/{status.final_round}" if status.final_round else "")
+    words = [rounds, status.phase, f"{status.members} members", f"loss {number(status.loss)}"]
+    if status.validation_loss is not None:
+        words.append(f"validation {number(status.validation_loss)}")
+    words += [f"{quantity(status.tokens_per_s)} tokens/s", status.reason]
+    return " | ".join(words)
+
+
+def status_view(status: Status) -> RenderableType:
+    """What fits on one screen; `reason` stands first, since it is what people look for."""
+    parts: list[RenderableType] = [
+        Text.assemble((status.phase, _PHASE_STYLE.get(status.phase, "yellow")), "  ", status.reason),
+        _facts(status),
+    ]
+    if status.history:
+        parts.append(history_table(status.history[-SHOWN_ROUNDS:], status))
+    if status.problems:
+        counted = ", ".join(f"{count} × {reason}" for reason, count in sorted(status.problems.items()))
+        parts.append(Text(f"problems dealt with: {counted}", style="dim"))
+    return Group(*parts)
+
+
+def _facts(status: Status) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    final = f" of {status.final_round}" if status.final_round else ""
+    table.add_row("run", f"{status.run_name or '-'}  {short(status.run_id)}")
+    table.add_row("round", f"{status.round}{final}   state {short(status.state_hash)}")
+    table.add_row("members", f"{status.members} alive")
+    losses = number(status.loss)
+    if status.validation_loss is not None:
+        losses += f"   validation {number(status.validation_loss)}"
+    table.add_row("loss", losses)
+    table.add_row("tokens", f"{quantity(status.tokens_total)} by the run   {quantity(status.tokens_per_s)}/s here")
+    trainer = status.trainer
+    attached = f"{trainer.name} on {trainer.device}, step {trainer.step} of {trainer.budget_steps}"
+    table.add_row("trainer", attached if trainer.attached else "none attached")
+    resident = "  ".join(f"{name} {human(size)}" for name, size in status.resident_bytes.items())
+    table.add_row("memory", resident or "-")
+    table.add_row("disk", human(status.disk_bytes))
+    table.add_row("peer id", status.peer_id)
+    for address in status.addresses:
+        table.add_row("join by", address)
+    if status.exported:
+        table.add_row("model", status.exported)
+    return table
+
+
+def history_table(rounds: Iterable[HistoryRound], status: Status) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("round", "peers", "seconds", "loss", "validation", "sent", "bytes/parameter", "state"):
+        table.add_column(title, justify="left" if title == "state" else "right")
+    for one in rounds:
+        density = one.bytes_sent / status.parameters if status.parameters else 0.0
+        table.add_row(
+            str(one.round),
+            str(len(one.contributors)) + (f" (-{len(one.excluded)})" if one.excluded else ""),
+            f"{one.seconds:.1f}",
+            number(one.loss),
+            number(one.validation_loss),
+            human(one.bytes_sent),
+            f"{density:.2f}",
+            short(one.state_hash),
+        )
+    return table
+
+
+def members_table(members: Iterable[MemberStatus], own: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("peer", "name", "alive", "member", "round", "state", "tokens/s", "latency", "version", "address"):
+        table.add_column(title, justify="right" if title in {"round", "tokens/s", "latency"} else "left")
+    for member in members:
+        table.add_row(
+            member.peer_id + (" (this)" if member.peer_id == own else ""),
+            member.name or "",
+            "yes" if member.alive else "no",
+            "yes" if member.member else "no",
+            "-" if member.round is None else str(member.round),
+            short(member.state_hash),
+            "-" if member.tokens_per_s is None else quantity(member.tokens_per_s),
+            "-" if member.round_trip_ms is None else f"{member.round_trip_ms:.1f} ms",
+            member.version or "",
+            member.addresses[0] if member.addresses else "",
+        )
+    return table
+
+
+def short(hexadecimal: str | None) -> str:
+    return hexadecimal[:12] if hexadecimal else "-"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def quantity(value: float) -> str:
+    """`12.3k`: three digits are enough for people."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
