@@ -9,9 +9,25 @@ from pathlib import Path
 # Before `datasets` is imported: nothing in these tests may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from node import run_config, run_create
-from node.manifest import Manifest, SignedManifest, decode
+from node import __version__, run_config, run_create
+from node.manifest import (
+    Admission,
+    Artifact,
+    Data,
+    End,
+    Inner,
+    Limits,
+    Manifest,
+    Model,
+    Outer,
+    Rounds,
+    SignedManifest,
+    Validation,
+    decode,
+    stored_layout,
+)
 from node.run_config import RunConfig
+from protocol.layout import build_layout
 
 CREATOR = "12D3KooWGjMCSkT8cRhGvRVGWBBMcnHkqQBqzoBnGVTMNgUHSeDh"
 OTHER = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
@@ -63,6 +79,36 @@ part_elements = 512
 [end]
 rounds = 4
 """
+
+
+LAYOUT = build_layout([("embedding", (300, 16)), ("head.weight", (7, 5))], [("norm.mean", (16,))])
+VALID = Manifest(
+    format=1,
+    name="sample",
+    version=__version__,
+    creator=CREATOR,
+    model=Model(
+        architecture="LlamaForCausalLM", config={"hidden_size": 16, "num_hidden_layers": 2, "rope": {"theta": 1}}
+    ),
+    layout=stored_layout(LAYOUT),
+    tokenizer="tokenizer",
+    data=Data(kind="tokens", sequence_tokens=16, unit_sequences=4, units=10, artifact="tokens"),
+    validation=Validation(artifact="validation", sequences=4),
+    inner=Inner(lr=1e-3, total_steps=100, batch_sequences=4),
+    outer=Outer(),
+    rounds=Rounds(steps=5, part_elements=512),
+    admission=Admission(),
+    end=End(rounds=20),
+    limits=Limits(),
+    initial_state="initial-state",
+    initial_state_hash="ab" * 32,
+    artifacts={
+        "initial-state": Artifact(hash="00" * 32, length=4 * LAYOUT.elements + 80),
+        "tokenizer": Artifact(hash="11" * 32, length=1000),
+        "tokens": Artifact(hash="22" * 32, length=1360),
+        "validation": Artifact(hash="33" * 32, length=200),
+    },
+)
 
 
 def text(seed: int, words: int = 120) -> str:

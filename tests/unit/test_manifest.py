@@ -11,64 +11,26 @@ from typing import Any
 
 import msgspec
 import pytest
-from run_samples import CREATOR, OTHER, sign, verify
+from run_samples import CREATOR, LAYOUT, OTHER, VALID, sign, verify
 
 from node import __version__
 from node.manifest import (
     MAX_MANIFEST_BYTES,
     UNBOUNDED_EPOCH_UNITS,
-    Admission,
     Artifact,
     Data,
-    End,
-    Inner,
-    Limits,
     Manifest,
     ManifestError,
-    Model,
-    Outer,
-    Rounds,
     SignedManifest,
-    Validation,
     decode,
     decode_signed,
     flat_layout,
     rules_of,
     signing_bytes,
-    stored_layout,
     validate,
 )
-from protocol.layout import build_layout
 from protocol.rules import Quorum
 
-LAYOUT = build_layout([("embedding", (300, 16)), ("head.weight", (7, 5))], [("norm.mean", (16,))])
-VALID = Manifest(
-    format=1,
-    name="sample",
-    version=__version__,
-    creator=CREATOR,
-    model=Model(
-        architecture="LlamaForCausalLM", config={"hidden_size": 16, "num_hidden_layers": 2, "rope": {"theta": 1}}
-    ),
-    layout=stored_layout(LAYOUT),
-    tokenizer="tokenizer",
-    data=Data(kind="tokens", sequence_tokens=16, unit_sequences=4, units=10, artifact="tokens"),
-    validation=Validation(artifact="validation", sequences=4),
-    inner=Inner(lr=1e-3, total_steps=100, batch_sequences=4),
-    outer=Outer(),
-    rounds=Rounds(steps=5, part_elements=512),
-    admission=Admission(),
-    end=End(rounds=20),
-    limits=Limits(),
-    initial_state="initial-state",
-    initial_state_hash="ab" * 32,
-    artifacts={
-        "initial-state": Artifact(hash="00" * 32, length=4 * LAYOUT.elements + 80),
-        "tokenizer": Artifact(hash="11" * 32, length=1000),
-        "tokens": Artifact(hash="22" * 32, length=1360),
-        "validation": Artifact(hash="33" * 32, length=200),
-    },
-)
 HUB = Data(
     kind="huggingface",
     sequence_tokens=16,
