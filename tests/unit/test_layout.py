@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from protocol.layout import ALIGNMENT, align, build_layout
@@ -15,7 +17,7 @@ def test_tensors_lie_in_order_on_boundaries_and_the_segments_are_whole() -> None
     assert [entry.name for entry in entries] == ["embedding", "norm", "scalar", "head", "mean", "variance"]
     assert [entry.offset for entry in entries] == [0, 768, 1024, 1280, 1536, 1792]
     assert [entry.elements for entry in entries] == [640, 3, 1, 256, 5, 257]
-    for entry, following in zip(entries, entries[1:], strict=False):
+    for entry, following in itertools.pairwise(entries):
         assert following.offset == align(entry.stop)
     assert layout.parameter_elements == 1536
     assert layout.buffer_elements == 256 + 512

@@ -100,7 +100,7 @@ def test_flat_plans_that_cannot_be(peers: int, contributing: int, shares: list |
 
 def test_parts_are_dealt_in_exact_proportion() -> None:
     plan = flat_plan(3, 0b111, [1, 1, 2])
-    for parts in range(0, 40):
+    for parts in range(40):
         dealt = deal(BASE.digest(), parts, plan)
         counts = [dealt.count(shard) for shard in range(3)]
         assert sum(counts) == len(dealt) == parts
@@ -268,7 +268,7 @@ def test_byte_limits_of_a_ready_bind() -> None:
 
 
 def test_tokens_must_tile_the_fragment() -> None:
-    wrong = check_plan(roster([ready(), ready(tokens=1, **{})], flat_plan(2, 0b11)), rules(elements=1024 * 4))
+    wrong = check_plan(roster([ready(), ready(tokens=1)], flat_plan(2, 0b11)), rules(elements=1024 * 4))
     assert wrong == "READY 0: the runs of tokens cover 10 parts; the fragment has 4"
 
 
