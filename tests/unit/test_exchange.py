@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 import pytest
+from roster_samples import PARTS as ROSTER_PARTS
+from roster_samples import ready, roster, rules
 
 from protocol.codecs import codec
 from protocol.exchange import ExchangeMachine, LeaveEmpty, Reduce, SendPartial
@@ -367,16 +369,11 @@ def test_a_root_takes_no_down_and_forgets_it_when_told() -> None:
 
 
 def test_views_of_rosters_without_parts_do_not_exist() -> None:
-    from test_planning import ready, roster, rules
-
     with pytest.raises(ValueError, match="has no exchange"):
         ExchangeView.of(roster([ready(0)], None), rules(), 0)
 
 
 def test_a_view_follows_from_the_roster() -> None:
-    from test_planning import PARTS as ROSTER_PARTS
-    from test_planning import ready, roster, rules
-
     made = roster([ready(10), ready(0), ready(30)], flat_plan(3, 0b101))
     machine = ExchangeMachine(ExchangeView.of(made, rules(), 2), 0.0)
     assert machine.view.contributing == 0b101

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from protocol.codecs import BLOCK_ELEMENTS
+from protocol.codecs import BLOCK_ELEMENTS, CODECS, codec
 from protocol.outer import buffer_step, flushes_subnormals, outer_step, step_range
 
 
@@ -126,3 +126,23 @@ def test_the_same_bits_on_every_machine() -> None:
 
 def test_this_machine_keeps_subnormals() -> None:
     assert not flushes_subnormals()
+
+
+@pytest.mark.slow
+def test_a_flushing_processor_is_noticed_and_decodes_the_same_bits() -> None:
+    """PyTorch can switch flushing on; what travelled must decode to the same bits all the same."""
+    torch = pytest.importorskip("torch")
+    values = np.concatenate([np.full(256, 2.0**power, np.float32) for power in range(-149, -90)])
+    values[::3] *= np.float32(0.37)
+    codecs = [codec(name) for name in CODECS if name != "fp32"]
+    data = [one.encode(values) for one in codecs]
+    expected = [one.decode(bytes_, len(values)).tobytes() for one, bytes_ in zip(codecs, data, strict=True)]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        assert flushes_subnormals()
+        decoded = [one.decode(bytes_, len(values)).tobytes() for one, bytes_ in zip(codecs, data, strict=True)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert not flushes_subnormals()
+    assert decoded == expected
