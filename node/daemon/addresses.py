@@ -54,6 +54,11 @@ class Address:
     def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(self.host) if self.kind in _IP_KINDS else None
 
+    @property
+    def is_public(self) -> bool:
+        """A numeric address that the whole internet routes."""
+        return self.ip is not None and self.ip.is_global
+
     def of(self, peer_id: PeerId | None) -> Address:
         return Address(self.kind, self.host, self.port, peer_id)
 

@@ -127,6 +127,10 @@ class HardenedYamux(Yamux):  # type: ignore[misc]
         """The peer introduced itself on the control stream."""
         self.settled = trio.Event()
         """It did, or the connection ended before."""
+        self.introducing = False
+        """A control stream was opened on it; a second one is not served."""
+        self.refusal: Exception | None = None
+        """Why the introduction failed, where it did."""
         self.buffer_limit_bytes = STRANGER_BUFFER_BYTES
         self.refused_streams = 0
         self._reader: trio.lowlevel.Task | None = None

@@ -25,6 +25,7 @@ from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.transport.upgrader import TransportUpgrader
@@ -323,7 +324,21 @@ class HardenedHost(BasicHost):  # type: ignore[misc]
             with trio.CancelScope(shield=True), trio.move_on_after(2.0):
                 await net_stream.reset()
 
-    async def listening(self) -> list[Address]:
+    async def open_on(self, connection: INetConn, protocol: TProtocol) -> INetStream:
+        """A stream on this very connection; the library would choose one of the peer's."""
+        stream = await connection.new_stream()
+        try:
+            chosen = await self.multiselect_client.select_one_of(
+                [protocol], MultiselectCommunicator(stream), _NEGOTIATE_TIMEOUT_S
+            )
+        except BaseException:
+            with trio.CancelScope(shield=True), trio.move_on_after(2.0):
+                await stream.reset()
+            raise
+        stream.set_protocol(chosen)
+        return stream
+
+    def listening(self) -> list[Address]:
         """Where the host listens, with the ports that the system chose."""
         return [parse_address(str(one)) for one in self.get_transport_addrs()]
 

@@ -28,6 +28,7 @@ from node.daemon.streams import (
     Ping,
     Pong,
     Refusal,
+    Refused,
     Request,
     RequestFailed,
     RunChosen,
@@ -125,8 +126,9 @@ class Link:
     # ------------------------------------------------------------ life
 
     async def run_until_closed(self) -> None:
-        """Serves the stream to its end; afterwards `why_closed` says why. Raises `StrangerError` for a broken rule."""
+        """To the end of the stream; `why_closed` says why. Raises `StrangerError` for a broken rule, or `Refused`."""
         broken_rule = ""
+        refusal: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -140,6 +142,9 @@ class Link:
             self.why_closed = self.why_closed or str(_first(group))
         except* StrangerError as group:
             self.why_closed = broken_rule = str(_first(group))
+        except* Refused as group:
+            refusal = _first(group)
+            self.why_closed = f"it refused this node: {refusal}"
         finally:
             self._nursery = None
             self.why_closed = self.why_closed or "the connection was closed here"
@@ -150,6 +155,8 @@ class Link:
             self._waiting.clear()
         if broken_rule:
             raise StrangerError(broken_rule)
+        if refusal is not None:
+            raise refusal
 
     def close(self, why: str) -> None:
         """From this side, at once; what is queued is lost."""
@@ -165,14 +172,23 @@ class Link:
             except LinkClosed:
                 return
 
+    async def refuse(self, refusal: Refused) -> None:
+        """End the link with a sentence that the peer can show."""
+        with trio.move_on_after(0.5):
+            try:
+                await self._stream.send(encode_frame(Refusal(code=refusal.code, reason=refusal.reason)))
+                await self.closed.wait()
+            except LinkClosed:
+                return
+        self.close("this node refused it: " + refusal.reason)
+
     async def answers_within(self, timeout_s: float) -> bool:
         """Whether the peer says anything within that time when it is pinged now."""
         self._heard = trio.Event()
         self._send_ping()
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(timeout_s) as waiting:
             await self._heard.wait()
-            return not self.closed.is_set()
-        return False
+        return not waiting.cancelled_caught and not self.closed.is_set()
 
     # ------------------------------------------------------------ sending
 
@@ -297,8 +313,8 @@ class Link:
                     self._owner.on_run_chosen(self, run)
                 case Goodbye(reason):
                     raise LinkClosed(f"it left: {reason[:200]}")
-                case Refusal():
-                    raise LinkClosed(f"it refused this node: {frame.reason[:500]}")
+                case Refusal(code, reason):
+                    raise Refused(code[:20], reason[:500])
                 case Hello():
                     raise StrangerError("a second Hello on one control stream")
 

@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=0):
     """The IP address from which the receiver's connection came."""
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1):
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=1):
     code: str
     reason: str
 
@@ -124,6 +124,7 @@ class FramedStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._buffer = bytearray()
+        self._send_lock = trio.Lock()
         self.max_frame_bytes = MAX_HELLO_BYTES
         """Raised once the peer has introduced itself."""
         self.bytes_received = 0
@@ -159,7 +160,8 @@ class FramedStream:
         data = frames[0] if len(frames) == 1 else b"".join(frames)
         try:
             with trio.fail_after(WRITE_TIMEOUT_S):
-                await self._stream.write(data)
+                async with self._send_lock:
+                    await self._stream.write(data)
         except trio.TooSlowError:
             raise LinkClosed(f"the peer read nothing for {WRITE_TIMEOUT_S:.0f} s") from None
         except Exception as error:  # as above

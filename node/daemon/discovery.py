@@ -1,0 +1,358 @@
+"""Finding the peers of a run: the DHT, bootstrap addresses, remembered peers, and everyone's membership records.
+
+Nodes may start in any order and nothing is tried only once: a bootstrap address is dialled for as long as the node
+lives, and everyone known is dialled until connected, so islands merge and a dead bootstrap node stops nobody.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import structlog
+import trio
+from libp2p.abc import INetStream
+from libp2p.custom_types import TProtocol
+from libp2p.kad_dht import common, kad_dht, peer_routing, provider_store, value_store
+from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.kad_dht.provider_store import ProviderStore
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.records.validator import NamespacedValidator
+from multiaddr import Multiaddr
+
+from node.daemon.addresses import Address, parse_address
+from node.daemon.host import HELLO_TIMEOUT_S, DialError, HardenedHost
+from node.daemon.link import Link
+from node.daemon.membership import Membership
+from node.daemon.remembered import RememberedPeers
+from node.daemon.streams import Refused
+from node.errors import StrangerError
+from protocol.names import Digest, PeerId, digest
+
+DHT_PROTOCOL = TProtocol("/atoll/kad/1.0.0")
+"""Of our own: the library's prefix option does not reach the wire, and /ipfs/kad would join us to everybody's DHT."""
+
+MAX_DHT_MESSAGE_BYTES = 64 * 1024
+PROVIDER_LIFETIME_S = 30 * 60
+"""Of a provider record; each node renews its own every few minutes. The library keeps dead ones for two days."""
+
+MAX_PROVIDED_KEYS = 500
+MAX_PROVIDERS = 40
+MAX_DHT_STREAMS = 64
+MAX_DHT_STREAMS_PER_PEER = 4
+DHT_STREAM_TIMEOUT_S = 30.0
+DHT_QUERY_TIMEOUT_S = 30.0
+PROVIDER_QUERIES = 8
+
+FIRST_LOOKUP_S = 0.5
+MAX_LOOKUP_INTERVAL_S = 60.0
+FIRST_RETRY_S = 0.5
+MAX_BOOTSTRAP_RETRY_S = 15.0
+MAX_RETRY_ALONE_S = 15.0
+MAX_RETRY_S = 60.0
+POLITE_DELAY_S = 2.0
+"""Of a pair that learn of each other, the one with the greater id dials so much later: one connection, not two."""
+
+MAX_LINKS = 128
+MAX_DIALS_AT_ONCE = 8
+MAX_CANDIDATES = 1000
+SAVE_INTERVAL_S = 10.0
+_log = structlog.get_logger(__name__)
+
+for _module in (common, kad_dht, peer_routing, provider_store, value_store):
+    _module.PROTOCOL_ID = DHT_PROTOCOL
+    _module.MAX_DHT_MESSAGE_SIZE = MAX_DHT_MESSAGE_BYTES
+provider_store.PROVIDER_RECORD_EXPIRATION_INTERVAL = PROVIDER_LIFETIME_S
+
+
+class BoundedProviders(ProviderStore):  # type: ignore[misc]
+    """Provider records that a stranger cannot pile up, and in which the living displace the dead.
+
+    The library keeps the first 20 of a key for two days and ignores the rest, and any number of keys.
+    """
+
+    def add_provider(self, key: bytes, provider: PeerInfo) -> None:
+        records = self.providers.get(key)
+        if records is None and len(self.providers) >= MAX_PROVIDED_KEYS:
+            self.cleanup_expired()
+            if len(self.providers) >= MAX_PROVIDED_KEYS:
+                return
+        name = str(provider.peer_id)
+        if records is not None and name not in records and len(records) >= common.BUCKET_SIZE:
+            del records[min(records, key=lambda one: records[one].timestamp)]
+        super().add_provider(key, PeerInfo(provider.peer_id, list(provider.addrs)[:16]))
+
+
+class RunDHT(KadDHT):  # type: ignore[misc]
+    """The library's Kademlia as a server, for provider records alone, open to peers that introduced themselves."""
+
+    def __init__(self, host: HardenedHost) -> None:
+        super().__init__(
+            host,
+            DHTMode.SERVER,
+            # No validator at all: every value is refused. The defaults store 50,000 values of a megabyte from anyone.
+            validator=NamespacedValidator({}, strict_validation=True),
+            validator_changed=True,
+            strict_validation=True,
+            max_peers_per_subnet=0,
+        )
+        self.provider_store = BoundedProviders(host, self.peer_routing)
+        self._inbound_limiter = trio.CapacityLimiter(MAX_DHT_STREAMS)
+        self._open_streams: Counter[ID] = Counter()
+
+    async def handle_stream(self, stream: INetStream) -> None:
+        """The library holds one of twelve slots for as long as a peer likes."""
+        muxed = stream.muxed_conn
+        with trio.move_on_after(HELLO_TIMEOUT_S):
+            await muxed.settled.wait()
+        peer = muxed.peer_id
+        if not muxed.greeted or self._open_streams[peer] >= MAX_DHT_STREAMS_PER_PEER:
+            await stream.reset()
+            return
+        self._open_streams[peer] += 1
+        try:
+            with trio.move_on_after(DHT_STREAM_TIMEOUT_S) as deadline:
+                await super().handle_stream(stream)
+            if deadline.cancelled_caught:
+                await stream.reset()
+        finally:
+            self._open_streams[peer] -= 1
+            if not self._open_streams[peer]:
+                del self._open_streams[peer]
+
+    async def announce(self, key: bytes) -> None:
+        """Become a provider of `key` at the peers closest to it."""
+        with trio.move_on_after(DHT_QUERY_TIMEOUT_S):
+            await self.provider_store.provide(key)
+
+    async def find(self, key: bytes) -> dict[PeerId, list[Address]]:
+        """Providers of `key` but this node. The library's own lookup answers from the local store once that has one."""
+        found: dict[PeerId, list[Address]] = {}
+
+        def note(providers: Sequence[PeerInfo]) -> None:
+            for provider in providers:
+                if provider.peer_id != self.local_peer_id and len(found) < MAX_PROVIDERS:
+                    found.setdefault(str(provider.peer_id), []).extend(_parsed(provider))
+
+        async def ask(peer: ID) -> None:
+            providers, _ = await self.provider_store._get_providers_from_peer_with_closers(peer, key)
+            note(providers)
+
+        note(self.provider_store.get_providers(key))
+        with trio.move_on_after(DHT_QUERY_TIMEOUT_S):
+            closest = await self.peer_routing.find_closest_peers_network(key)
+            async with trio.open_nursery() as nursery:
+                for peer in closest[:PROVIDER_QUERIES]:
+                    if peer != self.local_peer_id:
+                        nursery.start_soon(ask, peer)
+        return found
+
+
+def _parsed(provider: PeerInfo) -> list[Address]:
+    addresses = []
+    for one in list(provider.addrs)[:16]:
+        try:
+            address = parse_address(str(one))
+        except ValueError:
+            continue
+        if address.peer_id in (None, str(provider.peer_id)):
+            addresses.append(address.of(str(provider.peer_id)))
+    return addresses
+
+
+class DiscoveryOwner(Protocol):
+    """What discovery asks of the network."""
+
+    peer_id: PeerId
+    run_id: Digest | None
+    membership: Membership
+
+    @property
+    def links(self) -> Mapping[PeerId, Link]: ...
+
+    def links_changed(self) -> trio.Event: ...
+
+    def must_not_dial(self, peer_id: PeerId) -> str | None: ...
+
+    async def connect(self, peer_id: PeerId, addresses: Sequence[Address]) -> Link: ...
+
+
+class _Candidate:
+    """Somebody to connect to, and when next."""
+
+    def __init__(self, addresses: Sequence[Address], due_s: float) -> None:
+        self.addresses = tuple(dict.fromkeys(addresses))[:16]
+        self.due_s = due_s
+        self.failures = 0
+        self.dialling = False
+
+
+class Discovery:
+    """The loops that keep a node connected to its run."""
+
+    def __init__(
+        self,
+        *,
+        owner: DiscoveryOwner,
+        host: HardenedHost,
+        bootstrap: Sequence[Address],
+        remembered: RememberedPeers,
+    ) -> None:
+        self._owner = owner
+        self._host = host
+        self.dht = RunDHT(host)
+        self._bootstrap = [one for one in bootstrap if one.peer_id != owner.peer_id]
+        self._remembered = remembered
+        self._candidates: dict[PeerId, _Candidate] = {}
+        self._news = trio.Event()
+        self.bootstrap_errors: dict[Address, str] = {}
+        """Of the addresses that do not answer now."""
+
+    async def run(self) -> None:
+        """Until cancelled. The DHT itself is run by the caller, as the library's service."""
+        async with trio.open_nursery() as nursery:
+            for address in self._bootstrap:
+                nursery.start_soon(self._keep_bootstrap, address)
+            nursery.start_soon(self._gather_records)
+            nursery.start_soon(self._dial_candidates)
+            nursery.start_soon(self._look_up)
+            nursery.start_soon(self._save)
+
+    # ------------------------------------------------------------ what the network reports
+
+    async def on_link(self, link: Link, addresses: Sequence[Address]) -> None:
+        """A peer introduced itself; it may enter the routing table, and the file of known peers."""
+        peer = ID.from_string(link.peer_id)
+        if addresses:
+            self._host.get_peerstore().add_addrs(peer, [Multiaddr(one.endpoint) for one in addresses], 3600)
+            await self.dht.add_peer(peer)
+        if link.run:
+            self._remembered.remember(link.peer_id, link.run, tuple(addresses))
+
+    def suggest(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
+        """Somebody who may be of the run."""
+        if peer_id == self._owner.peer_id or not addresses:
+            return
+        candidate = self._candidates.get(peer_id)
+        if candidate is not None:
+            # New addresses first, but what was known stays: an announced address may be worse than the one that worked.
+            candidate.addresses = tuple(dict.fromkeys((*addresses, *candidate.addresses)))[:16]
+        elif len(self._candidates) < MAX_CANDIDATES:
+            polite_s = POLITE_DELAY_S if self._owner.peer_id > peer_id else 0.0
+            self._candidates[peer_id] = _Candidate(addresses, trio.current_time() + polite_s)
+            self._news.set()
+
+    # ------------------------------------------------------------ loops
+
+    async def _keep_bootstrap(self, address: Address) -> None:
+        assert address.peer_id is not None, "a bootstrap address names its peer"
+        delay_s = FIRST_RETRY_S
+        while True:
+            changed = self._owner.links_changed()
+            if address.peer_id in self._owner.links:
+                self.bootstrap_errors.pop(address, None)
+                delay_s = FIRST_RETRY_S
+                await changed.wait()
+                continue
+            try:
+                await self._owner.connect(address.peer_id, [address])
+                continue
+            except (DialError, Refused) as error:
+                self.bootstrap_errors[address] = (
+                    error.errors.get(address) or str(error) if isinstance(error, DialError) else error.reason
+                )
+            await trio.sleep(delay_s * random.uniform(0.8, 1.2))
+            delay_s = min(delay_s * 1.7, MAX_BOOTSTRAP_RETRY_S)
+
+    async def _gather_records(self) -> None:
+        async for _ in self._owner.membership.changes():
+            for record in list(self._owner.membership.records.values()):
+                if record.peer_id not in self._owner.links:
+                    self.suggest(record.peer_id, [parse_address(one).of(record.peer_id) for one in record.addresses])
+
+    async def _dial_candidates(self) -> None:
+        limiter = trio.CapacityLimiter(MAX_DIALS_AT_ONCE)
+        async with trio.open_nursery() as nursery:
+            while True:
+                if self._owner.run_id is not None:
+                    for peer in self._remembered.of_run(self._owner.run_id):
+                        self.suggest(peer.peer_id, peer.addresses)
+                now = trio.current_time()
+                for peer_id, candidate in list(self._candidates.items()):
+                    if peer_id in self._owner.links:
+                        candidate.failures = 0
+                        candidate.due_s = now + FIRST_RETRY_S * random.uniform(0.5, 1.5)
+                    elif (
+                        candidate.due_s <= now
+                        and not candidate.dialling
+                        and len(self._owner.links) < MAX_LINKS
+                        and self._owner.must_not_dial(peer_id) is None
+                    ):
+                        candidate.dialling = True
+                        nursery.start_soon(self._dial, limiter, peer_id, candidate)
+                self._news = trio.Event()
+                with trio.move_on_after(1.0):
+                    await self._news.wait()
+
+    async def _dial(self, limiter: trio.CapacityLimiter, peer_id: PeerId, candidate: _Candidate) -> None:
+        try:
+            async with limiter:
+                if peer_id not in self._owner.links:
+                    await self._owner.connect(peer_id, candidate.addresses)
+        except (DialError, Refused) as error:
+            candidate.failures += 1
+            longest_s = MAX_RETRY_S if self._owner.links else MAX_RETRY_ALONE_S
+            wait_s = min(FIRST_RETRY_S * 2 ** min(candidate.failures, 10), longest_s)
+            candidate.due_s = trio.current_time() + wait_s * random.uniform(0.7, 1.3)
+            _log.debug("a peer cannot be reached", peer=peer_id, why=str(error), retry_in_s=round(wait_s, 1))
+            if candidate.failures > 20 and peer_id not in self._owner.membership.records:
+                self._candidates.pop(peer_id, None)
+        finally:
+            candidate.dialling = False
+
+    async def _look_up(self) -> None:
+        interval_s = FIRST_LOOKUP_S
+        rounds = 0
+        while True:
+            changed = self._owner.links_changed()
+            run = self._owner.run_id
+            if run is None or not self._owner.links:
+                interval_s, rounds = FIRST_LOOKUP_S, 0
+                with trio.move_on_after(1.0):
+                    await changed.wait()
+                continue
+            key = digest(b"atoll/dht/run", run)
+            if rounds < 3:
+                with trio.move_on_after(DHT_QUERY_TIMEOUT_S):
+                    await self.dht.refresh_routing_table()
+            if rounds < 4 or rounds % 5 == 0:
+                await self.dht.announce(key)
+            for peer_id, addresses in (await self.dht.find(key)).items():
+                self.suggest(peer_id, addresses)
+            rounds += 1
+            await trio.sleep(interval_s * random.uniform(0.8, 1.2))
+            interval_s = min(interval_s * 1.7, MAX_LOOKUP_INTERVAL_S)
+
+    async def _save(self) -> None:
+        while True:
+            await trio.sleep(SAVE_INTERVAL_S)
+            await self.save()
+
+    async def save(self) -> None:
+        """Write the known peers of the run down."""
+        for record in list(self._owner.membership.records.values()):
+            if record.peer_id in self._owner.links:
+                try:
+                    addresses = tuple(parse_address(one).of(record.peer_id) for one in record.addresses)
+                except (ValueError, StrangerError):
+                    continue
+                self._remembered.remember(record.peer_id, record.run, addresses)
+        await trio.to_thread.run_sync(self._remembered.save)
+
+
+def describe_errors(errors: Mapping[Address, str]) -> str:
+    """For one sentence: each address with why it does not answer."""
+    return "; ".join(f"{address}: {why}" for address, why in errors.items())
