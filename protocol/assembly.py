@@ -1,0 +1,159 @@
+"""Assembling a round: READYs and JOINs as they come in, and the coordinator's rules (protocol sections 4.2 and 4.3)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from protocol import chain, planning
+from protocol.chain import ChainState
+from protocol.messages import Join, Leave, Ready, Roster, Signed
+from protocol.names import PeerId
+from protocol.rules import Rules
+
+JOINS_KEPT = 64
+"""JOINs taken into one roster at most; the others come with the next round."""
+ARRIVALS_KEPT = 128
+ARRIVALS_NEEDED = 6
+"""Fewer recent arrivals than this say nothing about how long to wait."""
+SPREADS_WAITED = 4.0
+"""`k` of "median + k·MAD"."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long after a round's first READY the others came, over the recent rounds."""
+
+    arrivals_s: deque[float] = field(default_factory=lambda: deque(maxlen=ARRIVALS_KEPT))
+
+    def learn(self, assembly: Assembly) -> None:
+        if assembly.first_ready_s is not None:
+            self.arrivals_s.extend(at_s - assembly.first_ready_s for at_s in assembly.received_s.values())
+
+    def patience_s(self, rules: Rules) -> float:
+        """How long after the first READY a coordinator waits for those still missing."""
+        if len(self.arrivals_s) < ARRIVALS_NEEDED:
+            return rules.assembly_max_s
+        median = statistics.median(self.arrivals_s)
+        spread = statistics.median(abs(arrival - median) for arrival in self.arrivals_s)
+        return min(median + SPREADS_WAITED * spread, rules.assembly_max_s)
+
+
+class Assembly:
+    """READYs and JOINs for one base. The caller has verified them; each sender's first one counts."""
+
+    def __init__(self, *, state: ChainState, rules: Rules) -> None:
+        self.state = state
+        self.rules = rules
+        self.quorum = chain.quorum(state, rules)
+        self.readys: dict[PeerId, Signed[Ready]] = {}
+        self.received_s: dict[PeerId, float] = {}
+        self.joins: dict[PeerId, Signed[Join]] = {}
+        self.first_ready_s: float | None = None
+        self.quorum_since_s: float | None = None
+        """When I first held READYs of a quorum of electors."""
+
+    def add_ready(self, signed: Signed[Ready], now_s: float) -> str | None:
+        """Why it is misbehaviour, or None; a repetition is not."""
+        known = self.readys.get(signed.sender)
+        if known is not None:
+            return None if known.body == signed.body else "sent two different READYs for one base"
+        self.readys[signed.sender] = signed
+        self.received_s[signed.sender] = now_s
+        if self.first_ready_s is None:
+            self.first_ready_s = now_s
+        if self.quorum_since_s is None and self.electors_ready() >= self.quorum:
+            self.quorum_since_s = now_s
+        return None
+
+    def add_join(self, signed: Signed[Join]) -> None:
+        if signed.sender in self.joins or len(self.joins) < JOINS_KEPT:
+            self.joins.setdefault(signed.sender, signed)
+
+    def forget(self, peer: PeerId) -> None:
+        """`peer` leaves: it joins nothing any more. Its READY stays, should its vote be needed."""
+        self.joins.pop(peer, None)
+
+    def electors_ready(self) -> int:
+        return sum(peer in self.readys for peer in self.state.electors)
+
+    def contributors(self) -> int:
+        return sum(signed.message.contributes for signed in self.readys.values())
+
+    def enough(self) -> bool:
+        """Whether a roster can be made at all: with parts, or without parts for the sake of those who join."""
+        if self.quorum_since_s is None:
+            return False
+        return self.contributors() >= max(1, self.rules.min_peers) or bool(self.joins)
+
+    def due_s(
+        self, *, same_round: Collection[PeerId], behind: Collection[PeerId], pace: Pace, now_s: float
+    ) -> float | None:
+        """When a coordinator goes ahead without those still missing; `now_s` when nobody is. None: not before more
+        READYs come.
+
+        Args:
+            same_round: live members on this base.
+            behind: live members still applying the commit before; they are given the least wait only.
+        """
+        if self.quorum_since_s is None or self.first_ready_s is None:
+            return None
+        least_s = self.quorum_since_s + 2 * self.rules.grace_s
+        if any(peer not in self.readys for peer in same_round):
+            wanted_s = self.first_ready_s + pace.patience_s(self.rules)
+            return max(least_s, min(wanted_s, self.quorum_since_s + self.rules.assembly_max_s))
+        return least_s if any(peer not in self.readys for peer in behind) else now_s
+
+    def roster(
+        self, *, attempt: int, leaves: Mapping[PeerId, Signed[Leave]], absent: Collection[PeerId]
+    ) -> Roster | None:
+        """The roster of `attempt` from what is here, or None while too few are ready.
+
+        Leaving peers stay out unless their votes are needed for the quorum; `absent` ones stand in it without a slot.
+        """
+        peers = sorted(peer for peer in self.readys if peer not in leaves)
+        if sum(peer in self.state.electors for peer in peers) < self.quorum:
+            peers = sorted(self.readys)
+        if sum(peer in self.state.electors for peer in peers) < self.quorum:
+            return None
+        if len(peers) > planning.MAX_FAN + 1:
+            # Electors first: without a quorum of them there is no roster at all.
+            peers = sorted(sorted(peers, key=lambda peer: peer not in self.state.electors)[: planning.MAX_FAN + 1])
+        common = Roster(
+            base=self.state.base,
+            attempt=attempt,
+            readys=tuple(self.readys[peer] for peer in peers),
+            joins=tuple(self.joins[peer] for peer in sorted(self.joins)),
+            leaves=tuple(leaves[peer] for peer in sorted(leaves)),
+            absent=sum(1 << index for index, peer in enumerate(peers) if attempt > 0 and peer in absent),
+        )
+        contributing = planning.contributing_of(common, self.rules)
+        if contributing.bit_count() >= max(1, self.rules.min_peers):
+            return self._with_plan(common, contributing)
+        return replace(common, absent=0) if common.joins and contributing.bit_count() < self.rules.min_peers else None
+
+    def _with_plan(self, roster: Roster, contributing: int) -> Roster:
+        readys = [signed.message for signed in roster.readys]
+        plan = planning.flat_plan(len(readys), contributing)
+        dealt = planning.deal(roster.base.digest(), self.rules.part_count, plan)
+        durations_s = planning.level_durations(plan, contributing, dealt, self.rules)
+        return replace(roster, plan=plan, durations_s=durations_s)
+
+
+def absent_after(roster: Roster, bitmaps: Collection[int], live: Collection[PeerId]) -> set[PeerId]:
+    """Peers of an earlier attempt's roster that may stand as absent in a later one (protocol section 6).
+
+    Args:
+        bitmaps: of the part headers that I hold for it.
+        live: peers that are heard now; those that are stay in while no part at all came of that roster.
+    """
+    reached = 0
+    for bitmap in bitmaps:
+        reached |= bitmap
+    return {
+        signed.sender
+        for index, signed in enumerate(roster.readys)
+        if signed.message.contributes and not reached >> index & 1 and (bitmaps or signed.sender not in live)
+    }

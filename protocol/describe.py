@@ -1,0 +1,89 @@
+"""What a peer is doing and waiting for, in words that `status` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from protocol import chain
+from protocol.names import PeerId
+
+if TYPE_CHECKING:
+    from protocol.peer import PeerMachine
+
+NAMED = 3
+"""Peers named in a sentence; the others are counted."""
+
+
+def describe(machine: PeerMachine) -> tuple[str, str]:
+    """(phase, reason). The reason is one sentence and never empty."""
+    round_ = machine.round
+    number = machine.state.base.round
+    if machine.alarmed:
+        return "paused", "an alarm stopped this node; its home is kept for a report"
+    if machine.finished:
+        return "finished", f"the run is over after {number} rounds; commits and parts are still served"
+    if machine.final:
+        return "finished", f"waiting until every live peer has the last state, of round {number}"
+    if machine.reforming.active:
+        heard, needed = len(machine.reforming.heard()), machine.reforming.quorum
+        return "reforming", (
+            f"only {heard} of {len(machine.state.electors)} electors are heard and {needed} decide: collecting "
+            f"signatures for a new lineage (call {machine.reforming.k})"
+        )
+    if round_.applying:
+        return "applying", f"applying the commit of round {number}"
+    if round_.commit is not None:
+        return "applying", f"fetching parts of the commit of round {number}"
+    if machine.standing.leaving:
+        return "leaving", "the other peers were told; waiting to be stopped"
+    if chain.member(machine.state, machine.me) is None:
+        if machine.wants_membership:
+            return "joining", f"the JOIN of round {number} waits for the next commit"
+        return "joining", f"following without being a member; waiting for the commit of round {number}"
+    if not machine.standing.voting:
+        return "joining", "earlier promises of this node are not known or bind it elsewhere: waiting to join anew"
+    return _working(machine)
+
+
+def _working(machine: PeerMachine) -> tuple[str, str]:
+    round_, assembly = machine.round, machine.round.assembly
+    lost_s = machine.reforming.lost_since_s
+    silence = "" if lost_s is None else f"; only {len(machine.reforming.heard())} electors are heard"
+    if round_.my_ready is None:
+        if machine.standing.remaining_s is None:
+            return "training", f"no trainer is attached; the contribution of others is awaited{silence}"
+        if round_.asked_until_s is not None:
+            return "training", f"the trainer is asked for its contribution to round {machine.state.base.round}{silence}"
+        return "training", f"training for about {machine.standing.remaining_s:.0f} s more{silence}"
+    candidate = round_.current()
+    if round_.attempt in round_.proposals or (round_.attempt, 1) in round_.my_votes:
+        missing = [peer for peer in machine.state.electors if round_.agreement.of(peer, round_.attempt, 2) is None]
+        return "voting", f"attempt {round_.attempt} waits for the votes of {names(missing)}{silence}"
+    if candidate is not None:
+        held = len(round_.held_parts(candidate))
+        if held == len(candidate.roots) or candidate.ended:
+            return "voting", f"attempt {round_.attempt} waits for the proposal of {names([round_.leader()])}{silence}"
+        return "exchanging", f"{held} of {len(candidate.roots)} parts of attempt {round_.attempt} are held{silence}"
+    contributors, needed = assembly.contributors(), max(1, machine.rules.min_peers)
+    if contributors < needed and not assembly.joins:
+        return "paused", f"{contributors} of at least {needed} contributors are ready (min_peers){silence}"
+    if assembly.quorum_since_s is None:
+        return "waiting", (
+            f"{assembly.electors_ready()} of {len(machine.state.electors)} electors are ready, "
+            f"{round_.quorum} are needed{silence}"
+        )
+    here, _ = machine.standing.live_members(machine.state)
+    missing = sorted(here - assembly.readys.keys())
+    if round_.leader() == machine.me:
+        return "assembling", f"the roster of attempt {round_.attempt} waits for {names(missing)}{silence}"
+    who = names([round_.leader()])
+    return "waiting", f"attempt {round_.attempt} waits for the roster of {who}{silence}"
+
+
+def names(peers: Collection[PeerId]) -> str:
+    """A few of `peers` by the end of their ids, and how many more there are."""
+    if not peers:
+        return "nobody"
+    shown = ", ".join(f"…{peer[-6:]}" for peer in list(peers)[:NAMED])
+    return shown if len(peers) <= NAMED else f"{shown} and {len(peers) - NAMED} more"

@@ -1,0 +1,94 @@
+"""The durable record of what this peer has promised (protocol section 5, "Start").
+
+One small file, replaced atomically by the driver at every `Persist`. It is never rolled back: a torn or missing one is
+told to the machine as lost, and a peer that has lost its promises does not vote (`PeerMachine`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Digest, digest
+
+MAGIC = b"ATOLLJ01"
+BARRED_KEPT = 32
+"""Lineages remembered as barred; a peer that leaves more than this many lineages at one state has other worries."""
+
+
+class JournalTorn(ValueError):
+    """The journal's bytes are not a journal that this version wrote whole."""
+
+
+class OwnVote(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    attempt: int
+    phase: int
+    envelope: bytes
+
+
+class LockedOn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    attempt: int
+    decision: Digest
+
+
+class ValidValue(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A value that a quorum voted for in phase 1, with all that is needed to propose it again."""
+
+    attempt: int
+    roster: bytes
+    """Envelope of the ROSTER."""
+    headers: tuple[bytes | None, ...]
+    """Envelopes of the part headers; None is EMPTY."""
+    certificate: tuple[bytes, ...]
+    """Envelopes of the phase-1 votes."""
+
+
+class SignedReform(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The REFORM with the highest `k` that I signed at this base."""
+
+    k: int
+    envelope: bytes
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Everything a peer must remember across a crash, for the one base that it last promised anything about."""
+
+    run: Digest = ZERO_DIGEST
+    lineage: Digest = ZERO_DIGEST
+    round: int = 0
+    base: Digest = ZERO_DIGEST
+    """Digest of the base; promises bind only there."""
+    attempt: int = 0
+    """The highest attempt that I voted in."""
+    touched_attempt: int = -1
+    """The highest attempt whose roster I may have signed something for (ROSTER, PROPOSAL, header, UP); -1: none."""
+    ready: bytes = b""
+    """Envelope of my READY; empty: not sent. Every attempt and every life repeats this one."""
+    votes: tuple[OwnVote, ...] = ()
+    lock: LockedOn | None = None
+    valid: ValidValue | None = None
+    reform: SignedReform | None = None
+    barred: tuple[Digest, ...] = ()
+    """Lineages in which I do not vote until I have joined them anew."""
+
+    def encode(self) -> bytes:
+        payload = msgspec.msgpack.encode(self)
+        return MAGIC + digest(MAGIC, payload) + payload
+
+
+def decode_journal(data: bytes) -> Journal:
+    """The journal that `Journal.encode` wrote; raises `JournalTorn` when any byte of it is not as written."""
+    head = len(MAGIC)
+    if data[:head] != MAGIC:
+        raise JournalTorn(f"the vote journal starts with {data[:head]!r}, not {MAGIC!r}: it is not used")
+    checksum, payload = data[head : head + DIGEST_BYTES], data[head + DIGEST_BYTES :]
+    if digest(MAGIC, payload) != checksum:
+        raise JournalTorn(f"the vote journal's {len(payload)} bytes do not match their checksum: it is not used")
+    try:
+        return msgspec.msgpack.decode(payload, type=Journal)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise JournalTorn(f"the vote journal cannot be read ({error}): it is not used") from error
+
+
+def barred_with(barred: tuple[Digest, ...], lineage: Digest) -> tuple[Digest, ...]:
+    """`barred` and `lineage`, newest last, bounded."""
+    return (*(known for known in barred if known != lineage), lineage)[-BARRED_KEPT:]

@@ -1,0 +1,599 @@
+"""A peer's state machine: events in, ordered effects out (protocol sections 4 to 11).
+
+`PeerMachine` keeps what outlives a round (who is heard, what was promised, the last commits) and hands each message to
+the round in hand (`protocol.round`). It has no clock: every call brings the time, and `next_wakeup_s` says when the
+next call is due without any event.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+import msgspec
+
+from protocol import chain, commits, lineages, wire
+from protocol.chain import ChainState
+from protocol.describe import describe
+from protocol.events import (
+    Alarm,
+    Applied,
+    CatchUp,
+    Effect,
+    Event,
+    ExchangeEnded,
+    Finished,
+    Frozen,
+    HeaderDraft,
+    LeaveRequested,
+    LinksChanged,
+    Misbehaved,
+    NewLineage,
+    PartHeld,
+    PartsFetched,
+    Persist,
+    Received,
+    StorageAble,
+    TrainerProgress,
+)
+from protocol.journal import Journal, JournalTorn, barred_with, decode_journal
+from protocol.messages import (
+    Commit,
+    Fetch,
+    Have,
+    Heartbeat,
+    Join,
+    Leave,
+    PartHeader,
+    Proposal,
+    Ready,
+    Reform,
+    Reformed,
+    ReformVote,
+    Roster,
+    Signed,
+    Vote,
+)
+from protocol.names import Base, Digest, Keyring, PeerId
+from protocol.outbox import Outbox
+from protocol.presence import Presence
+from protocol.reform import Reforming
+from protocol.round import UNKNOWN_PAST, Round
+from protocol.rules import Rules
+from protocol.standing import Standing
+
+COMMITS_KEPT = 8
+"""Commits served from memory to peers a few rounds behind."""
+EARLY_KEPT = 32
+"""Messages for a base that I have not reached yet, per sender."""
+EARLY_SENDERS = 256
+EARLY_BYTES = 64 * 1024 * 1024
+FETCH_FAILURES = 3
+"""After this many failed attempts to get a commit's parts, a peer ahead of me is caught up with instead."""
+
+
+class PeerMachine:
+    """One peer of one run.
+
+    Args:
+        state: the chain as the node's disk has it.
+        journal: what `Persist` last wrote; None if there never was one.
+        journal_lost: there was a journal, and it is gone: this peer does not vote until it has joined anew.
+        wants_membership: False for a peer that only follows.
+        incarnation: 16 random bytes drawn at this start.
+    """
+
+    def __init__(
+        self,
+        *,
+        rules: Rules,
+        me: PeerId,
+        keyring: Keyring,
+        state: ChainState,
+        journal: bytes | None,
+        journal_lost: bool,
+        wants_membership: bool,
+        incarnation: bytes,
+        now_s: float,
+    ) -> None:
+        self.rules = rules
+        self.me = me
+        self.keyring = keyring
+        self.wants_membership = wants_membership
+        self.incarnation = incarnation
+        self.outbox = Outbox(me=me, keyring=keyring, now_s=now_s)
+        self.standing = Standing(
+            me=me,
+            rules=rules,
+            outbox=self.outbox,
+            presence=Presence(me=me, timeout_s=rules.heartbeat_timeout_s),
+            persist=self._persist,
+            misbehaved=self._misbehaved,
+        )
+        self.state = state
+        self.alarmed = False
+        self.next_wakeup_s = now_s
+        self._barred: tuple[Digest, ...] = ()
+        self._served: OrderedDict[Digest, Signed[Commit]] = OrderedDict()
+        self._before: ChainState | None = None
+        """The state that my last commit extended."""
+        self._parent_sent_s: dict[PeerId, float] = {}
+        self._parent: tuple[Base, Signed[Reformed]] | None = None
+        """The base that my lineage was born from, and the proof, for those of E′ who missed it."""
+        self._early: dict[PeerId, deque[Signed[Any]]] = {}
+        self._early_bytes = 0
+        self._foreign_states: dict[Digest, set[PeerId]] = {}
+        self._heartbeat_s = now_s
+        self._join_s = now_s
+        self._leave_s = now_s
+        self._pull_s = now_s
+        self._catch_up_s = now_s
+        self._behind_since_s: float | None = None
+        self._outvoted_since_s: float | None = None
+        self._final_since_s: float | None = None
+        self.finished = False
+        promised, fence = self._read_journal(journal, journal_lost)
+        self._start_round(state, promised, fence)
+
+    def _read_journal(self, data: bytes | None, lost: bool) -> tuple[Journal, int]:
+        """What an earlier life promised at this base, and the attempts that it may have touched."""
+        base = self.state.base
+        promised = Journal()
+        if data is not None and not lost:
+            try:
+                promised = decode_journal(data)
+            except JournalTorn:
+                lost = True
+        if lost:
+            self._barred = barred_with((), base.lineage)
+            return Journal(), UNKNOWN_PAST
+        if promised.run != base.run:
+            return Journal(), -1
+        self._barred = promised.barred
+        if promised.base == base.digest():
+            return promised, promised.touched_attempt
+        if promised.lineage == base.lineage and promised.round < base.round:
+            return Journal(), -1
+        # The journal speaks of another lineage, or of a round that this state has not reached: it says no more what was
+        # promised before, there or here.
+        self._barred = barred_with(self._barred, promised.lineage)
+        return Journal(), UNKNOWN_PAST if base.lineage in self._barred else -1
+
+    # ------------------------------------------------------------ events
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Take in one event; the effects are to be performed strictly in the order given."""
+        self.outbox.now_s = max(now_s, self.outbox.now_s)
+        self._refresh()
+        if not self.alarmed:
+            self._take(event)
+            self._advance()
+        self.next_wakeup_s = self.outbox.wakeup_s
+        return self.outbox.take()
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Received():
+                self._received(event)
+            case Frozen():
+                self.round.on_frozen(event)
+            case HeaderDraft():
+                self.round.on_header_draft(event)
+            case PartHeld():
+                self.round.on_part_held(event.header)
+            case ExchangeEnded():
+                self.round.on_exchange_ended(event.roster_id, event.failed_edges)
+            case PartsFetched():
+                self.round.on_parts_fetched(event.roster_id, event.missing)
+            case Applied():
+                self._applied(event)
+            case TrainerProgress():
+                self.standing.remaining_s = event.remaining_s
+                self.standing.units_wanted = event.units_wanted
+            case LinksChanged():
+                self.standing.upload_limit_bytes = event.upload_limit_bytes
+                self.standing.download_limit_bytes = event.download_limit_bytes
+                self.standing.failed_edges = event.failed_edges
+            case StorageAble():
+                self.standing.able = event.able
+                self._heartbeat_s = self.outbox.now_s
+            case LeaveRequested():
+                self.standing.leaving = True
+                self._leave_s = self.outbox.now_s
+            case _:
+                pass
+
+    def _received(self, event: Received) -> None:
+        try:
+            signed: Signed[Any] = wire.decode(event.data)
+        except wire.WireError as error:
+            self._misbehaved(event.from_peer, str(error))
+            return
+        if signed.sender == self.me:
+            return
+        if not wire.verify(self.keyring, signed):
+            self._misbehaved(event.from_peer, f"handed over a message that {signed.sender} did not sign")
+            return
+        message = signed.message
+        match message:
+            case Fetch():
+                self._serve(signed.sender, message.hash)
+            case Have():
+                self._have(signed, message)
+            case PartHeader():
+                pass
+            case Reformed():
+                self._based(signed, message.reform.base)
+            case Commit():
+                self._based(signed, message.roster.message.base)
+            case Heartbeat():
+                if event.from_peer == signed.sender and message.base.run == self.rules.run:
+                    self.standing.presence.note(signed.sender, message, self.outbox.now_s)
+                    self._refresh()
+                    self._help_along(signed.sender, message.base)
+            case _:
+                self._based(signed, message.base)
+
+    def _based(self, signed: Signed[Any], base: Base) -> None:
+        """A message that belongs to a place in the chain."""
+        mine = self.state.base
+        if base.run != mine.run:
+            self._misbehaved(signed.sender, f"spoke of the run {base.run.hex()[:16]}, not of {mine.run.hex()[:16]}")
+        elif isinstance(signed.message, Leave):
+            if self.standing.presence.leave(signed, self.state):
+                self.round.assembly.forget(signed.sender)
+        elif base == mine:
+            self._route(signed)
+        elif isinstance(signed.message, Commit):
+            self._old_commit(signed, base)
+        elif base.round in (mine.round, mine.round + 1):
+            self._suspect(signed, base)
+            self._keep_early(signed, base)
+        self._help_along(signed.sender, base)
+
+    def _route(self, signed: Signed[Any]) -> None:
+        match signed.message:
+            case Ready():
+                self.round.on_ready(signed)
+            case Join():
+                self.round.on_join(signed)
+            case Roster():
+                self.round.on_roster(signed)
+            case Proposal():
+                self.round.on_proposal(signed)
+            case Vote():
+                self.round.on_vote(signed)
+            case Commit():
+                why = self.round.on_commit(signed.message)
+                if why is not None:
+                    self._misbehaved(signed.sender, f"sent a commit that is none: {why}")
+            case Reform():
+                self.reforming.on_reform(signed)
+            case ReformVote():
+                self.reforming.on_vote(signed)
+            case Reformed():
+                reformed = self.reforming.accepts(signed.message)
+                if reformed is not None:
+                    self._reborn(reformed)
+
+    def _keep_early(self, signed: Signed[Any], base: Base) -> None:
+        """Faster peers are a moment ahead: their messages wait here for my commit."""
+        known = self._early.get(signed.sender)
+        if known is None:
+            if len(self._early) >= EARLY_SENDERS:
+                return
+            known = self._early[signed.sender] = deque()
+        if len(known) >= EARLY_KEPT:
+            self._early_bytes -= len(known.popleft().body)
+        if self._early_bytes + len(signed.body) <= EARLY_BYTES:
+            self._early_bytes += len(signed.body)
+            known.append(signed)
+
+    def _suspect(self, signed: Signed[Any], base: Base) -> None:
+        """A quorum that names my `prev` but another state says that mine is corrupt (protocol section 8)."""
+        mine = self.state.base
+        if not isinstance(signed.message, Ready) or signed.sender not in self.state.electors:
+            return
+        if (base.lineage, base.round, base.prev) != (mine.lineage, mine.round, mine.prev):
+            return
+        named = self._foreign_states.setdefault(base.state_hash, set())
+        named.add(signed.sender)
+        if len(named) >= chain.quorum(self.state, self.rules):
+            self._alarm(
+                f"{len(named)} electors hold another state of round {mine.round} ({base.state_hash.hex()[:16]}, mine "
+                f"is {mine.state_hash.hex()[:16]}): this node's outer state is corrupt; set it aside and catch up"
+            )
+
+    def _old_commit(self, signed: Signed[Commit], base: Base) -> None:
+        """A commit of a round that is behind me: only a second decision there is of interest."""
+        kept = self._served.get(base.digest())
+        if kept is None:
+            return
+        mine, other = kept.message, signed.message
+        decided = [
+            chain.decision(base.digest(), wire.roster_id(commit.roster), commit.headers) for commit in (mine, other)
+        ]
+        if decided[0] == decided[1]:
+            return
+        before = self._before
+        if before is None or before.base != base:
+            return
+        try:
+            commits.verify_commit(before, self.rules, other, self.keyring)
+        except commits.InvalidCommit as error:
+            self._misbehaved(signed.sender, f"sent a commit that is none: {error}")
+            return
+        self._alarm(f"round {base.round} has two decisions: stop the node and keep its home for a report")
+
+    # ------------------------------------------------------------ content by hash
+
+    def _serve(self, peer: PeerId, wanted: Digest) -> None:
+        """Small content: a commit by the digest of its base, a roster by its id."""
+        kept = self._served.get(wanted)
+        if kept is not None:
+            self.outbox.send(peer, kept)
+            return
+        candidate = self.round.candidates.get(wanted)
+        if candidate is not None:
+            self.outbox.tell(peer, Have(hash=wanted, content=wire.encode(candidate.signed)))
+
+    def _have(self, signed: Signed[Have], message: Have) -> None:
+        if message.hash not in self.round.wanted_rosters:
+            return
+        try:
+            inner: Signed[Any] = wire.decode(message.content)
+        except wire.WireError as error:
+            self._misbehaved(signed.sender, str(error))
+            return
+        if not isinstance(inner.message, Roster) or wire.roster_id(inner) != message.hash:
+            self._misbehaved(signed.sender, f"answered {message.hash.hex()[:16]} with other content")
+        elif inner.message.base == self.state.base:
+            self.round.on_roster(inner)
+
+    def _help_along(self, peer: PeerId, base: Base) -> None:
+        """A member of my lineage's birth that has missed it gets the proof."""
+        if self._parent is None or base != self._parent[0] or peer not in dict(self.state.members):
+            return
+        if self.outbox.now_s >= self._parent_sent_s.get(peer, 0.0):
+            self._parent_sent_s[peer] = self.outbox.now_s + self.rules.resend_s
+            self.outbox.send(peer, self._parent[1])
+
+    # ------------------------------------------------------------ places in the chain
+
+    def _start_round(self, state: ChainState, promised: Journal, fence: int) -> None:
+        self.state = state
+        if chain.member(state, self.me) is None:
+            # Whoever is out of M has no vote to give twice; what comes later is a new membership.
+            self._barred = tuple(lineage for lineage in self._barred if lineage != state.base.lineage)
+        self.standing.voting = state.base.lineage not in self._barred
+        self.standing.presence.forget_leaves(state)
+        self.round = Round(standing=self.standing, state=state, journal=promised, fence=fence)
+        self.reforming = Reforming(standing=self.standing, state=state, signed=promised.reform)
+        self._foreign_states = {}
+        self._behind_since_s = None
+        self._join_s = self.outbox.now_s
+        self._heartbeat_s = self.outbox.now_s
+        early, self._early, self._early_bytes = self._early, {}, 0
+        for kept in early.values():
+            for signed in kept:
+                base = _base_of(signed)
+                if base == state.base:
+                    self._route(signed)
+                elif base.round >= state.base.round:
+                    self._keep_early(signed, base)
+
+    def _applied(self, event: Applied) -> None:
+        commit = self.round.commit
+        if commit is None or not self.round.applying or event.round != self.state.base.round + 1:
+            return
+        try:
+            state = chain.next_state(self.state, self.rules, commit, event.state_hash)
+        except ValueError as error:
+            self._alarm(str(error))
+            return
+        self.standing.pace.learn(self.round.assembly)
+        self._served[self.state.base.digest()] = self.outbox.sign(commit)
+        while len(self._served) > COMMITS_KEPT:
+            self._served.popitem(last=False)
+        self._before = self.state
+        self._start_round(state, Journal(), -1)
+
+    def _reborn(self, reformed: Reformed) -> None:
+        """All of E′ signed: this peer is on the new lineage, same round and state, and voteless in the old one."""
+        old = self.state.base
+        self._barred = barred_with(self._barred, old.lineage)
+        state = chain.reform_state(self.state, self.rules, reformed)
+        proof = self.outbox.sign(reformed)
+        for candidate in self.round.candidates.values():
+            candidate.stop(self.outbox)
+        self._parent, self._parent_sent_s = (old, proof), {}
+        # The next promise is written with the new lineage's name; until then the journal speaks of the old one, which
+        # is what a restart in between must find.
+        self.outbox.emit(NewLineage(reformed=reformed))
+        self._start_round(state, Journal(), -1)
+        self.outbox.broadcast(proof)
+
+    # ------------------------------------------------------------ what follows
+
+    def _advance(self) -> None:
+        while not self.alarmed:
+            self.outbox.wakeup_s = float("inf")
+            base = self.state.base
+            if self.final:
+                self._finish()
+            else:
+                reformed = self.reforming.advance()
+                if reformed is not None:
+                    self._reborn(reformed)
+                else:
+                    self.round.advance()
+            self.alarmed = self.alarmed or any(isinstance(effect, Alarm) for effect in self.outbox.effects)
+            if self.state.base == base:
+                break
+        self._beat()
+        self._leave()
+        self._join()
+        self._follow()
+        self._meet()
+        silence_s = self.standing.presence.next_silence_s(self.outbox.now_s)
+        if silence_s is not None:
+            # Silence begins after the timeout, not at it.
+            self.outbox.due(silence_s + 1e-3)
+
+    def _beat(self) -> None:
+        if self.outbox.due(self._heartbeat_s):
+            self._heartbeat_s = self.outbox.now_s + self.rules.heartbeat_s
+            self.outbox.due(self._heartbeat_s)
+            able = self.standing.able and (self.standing.voting or chain.member(self.state, self.me) is None)
+            self.outbox.broadcast(
+                self.outbox.sign(
+                    Heartbeat(base=self.state.base, attempt=self.round.attempt, able=able, incarnation=self.incarnation)
+                )
+            )
+
+    def _leave(self) -> None:
+        if not self.standing.leaving or chain.member(self.state, self.me) is None:
+            return
+        if self.outbox.due(self._leave_s):
+            self._leave_s = self.outbox.now_s + self.rules.resend_s
+            self.outbox.due(self._leave_s)
+            leaves = self.standing.presence.leaves
+            if self.me not in leaves:
+                leaves[self.me] = self.outbox.sign(Leave(base=self.state.base))
+            self.outbox.broadcast(leaves[self.me])
+
+    def _join(self) -> None:
+        if not self._wants_to_join() or self._ahead():
+            return
+        if self.outbox.due(self._join_s):
+            self._join_s = self.outbox.now_s + self.rules.resend_s
+            self.outbox.due(self._join_s)
+            units = min(self.standing.units_wanted or self.rules.lease_cap_units, self.rules.lease_cap_units)
+            self.outbox.broadcast(self.outbox.sign(Join(base=self.state.base, units_wanted=units)))
+
+    def _wants_to_join(self) -> bool:
+        allowed = self.rules.allowed_peers is None or self.me in self.rules.allowed_peers
+        wants = self.wants_membership and allowed and not self.standing.leaving and not self.final
+        return wants and chain.member(self.state, self.me) is None
+
+    def _ahead(self) -> list[tuple[int, PeerId]]:
+        """Peers of my lineage in later rounds, the furthest last."""
+        mine = self.state.base
+        return sorted(
+            (heard.base.round, peer)
+            for peer, heard in self.standing.fresh.items()
+            if heard.base.lineage == mine.lineage and heard.base.round > mine.round
+        )
+
+    def _follow(self) -> None:
+        """Behind my lineage: ask for the next commit, and if that does not help, have the node catch up."""
+        ahead = self._ahead()
+        if not ahead or self.round.applying:
+            self._behind_since_s = None
+            return
+        now_s, resend_s = self.outbox.now_s, self.rules.resend_s
+        if self._behind_since_s is None:
+            self._behind_since_s = now_s
+        if self.round.commit is None and self.outbox.due(self._pull_s):
+            self._pull_s = now_s + resend_s / 2
+            self.outbox.due(self._pull_s)
+            wanted = Fetch(hash=self.state.base.digest())
+            # The nearest ahead is the likeliest to have it still; the furthest is where to go if not.
+            for peer in dict.fromkeys([ahead[0][1], ahead[-1][1]]):
+                self.outbox.tell(peer, wanted)
+        failures = max((candidate.fetch_failures for candidate in self.round.candidates.values()), default=0)
+        stuck = self.outbox.due(self._behind_since_s + 3 * resend_s) and self.round.commit is None
+        stuck = stuck or (self.round.commit is not None and failures >= FETCH_FAILURES)
+        if stuck or ahead[-1][0] > self.state.base.round + COMMITS_KEPT:
+            self._catch_up(ahead[-1][1], ahead[-1][0], self.state.base.lineage)
+
+    def _catch_up(self, peer: PeerId, round_: int, lineage: Digest) -> None:
+        if self.outbox.due(self._catch_up_s):
+            self._catch_up_s = self.outbox.now_s + 5 * self.rules.resend_s
+            self.outbox.emit(CatchUp(peer=peer, round=round_, lineage=lineage))
+
+    def _meet(self) -> None:
+        """Another lineage of this run is heard: follow it once it has won for long enough."""
+        verdict = None if self.finished else lineages.choose(self.state.base, self.standing.fresh)
+        if verdict is None:
+            self._outvoted_since_s = None
+            return
+        if self._outvoted_since_s is None:
+            self._outvoted_since_s = self.outbox.now_s
+        if self.outbox.due(self._outvoted_since_s + self.rules.fork_timeout_s / 2):
+            self._catch_up(verdict.peer, verdict.round, verdict.lineage)
+
+    @property
+    def final(self) -> bool:
+        """Whether the run ends with the state that I hold."""
+        rounds, tokens = self.rules.final_round, self.rules.final_tokens
+        return (rounds is not None and self.state.base.round >= rounds) or (
+            tokens is not None and self.state.tokens_total >= tokens
+        )
+
+    def _finish(self) -> None:
+        """The run is over: wait until everyone heard has the final state too, but not for ever (section 11)."""
+        if self._final_since_s is None:
+            self._final_since_s = self.outbox.now_s
+        if self.finished:
+            return
+        mine = self.state.base
+        waiting = [
+            peer
+            for peer, heard in self.standing.fresh.items()
+            if heard.base.lineage == mine.lineage and heard.base.round < mine.round
+        ]
+        if not waiting or self.outbox.due(self._final_since_s + self.rules.assembly_max_s):
+            self.finished = True
+            self.outbox.emit(Finished())
+
+    # ------------------------------------------------------------ shared
+
+    def _refresh(self) -> None:
+        self.standing.fresh = self.standing.presence.fresh(self.outbox.now_s)
+
+    def _persist(self) -> None:
+        if self.reforming.mine is not None:
+            self._barred = barred_with(self._barred, self.state.base.lineage)
+        journal = msgspec.structs.replace(self.round.journal(), reform=self.reforming.journal(), barred=self._barred)
+        self.outbox.emit(Persist(journal=journal.encode()))
+
+    def _misbehaved(self, peer: PeerId, why: str) -> None:
+        self.outbox.emit(Misbehaved(peer=peer, why=why))
+
+    def _alarm(self, text: str) -> None:
+        self.alarmed = True
+        self.outbox.emit(Alarm(text=text))
+
+    # ------------------------------------------------------------ for status
+
+    @property
+    def attempt(self) -> int:
+        return self.round.attempt
+
+    @property
+    def live(self) -> frozenset[PeerId]:
+        """Everyone heard within `heartbeat_timeout_s`, me included."""
+        return frozenset(self.standing.fresh) | {self.me}
+
+    @property
+    def phase(self) -> str:
+        """One of joining, training, waiting, assembling, exchanging, voting, applying, reforming, leaving, finished,
+        paused."""
+        return describe(self)[0]
+
+    @property
+    def reason(self) -> str:
+        """One sentence: what am I waiting for?"""
+        return describe(self)[1]
+
+
+def _base_of(signed: Signed[Any]) -> Base:
+    match signed.message:
+        case Reformed():
+            return signed.message.reform.base
+        case Commit():
+            return signed.message.roster.message.base
+        case _:
+            base: Base = signed.message.base
+            return base

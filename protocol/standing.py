@@ -1,0 +1,84 @@
+"""What a peer is and knows outside the round in hand; its round reads it, the machine keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.assembly import Pace
+from protocol.chain import ChainState
+from protocol.names import Base, PeerId
+from protocol.outbox import Outbox
+from protocol.presence import Heard, Presence
+from protocol.rules import Rules
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Time that passed while it was running."""
+
+    elapsed_s: float = 0.0
+    running: bool = False
+    seen_s: float = 0.0
+
+    def run(self, running: bool, now_s: float) -> None:
+        """From `now_s` on it runs, or stands still."""
+        if self.running:
+            self.elapsed_s += now_s - self.seen_s
+        self.running, self.seen_s = running, now_s
+
+    def reached(self, length_s: float, outbox: Outbox) -> bool:
+        """Whether `length_s` has passed while running; if it will, the machine wakes then."""
+        self.run(self.running, outbox.now_s)
+        left_s = length_s - self.elapsed_s
+        # Sums of differences of clock readings round: an alarm that rings a hair early must not ring again for ever.
+        if left_s <= 1e-6:
+            return True
+        if self.running:
+            outbox.due(outbox.now_s + left_s)
+        return False
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    me: PeerId
+    rules: Rules
+    outbox: Outbox
+    presence: Presence
+    persist: Callable[[], None]
+    """Puts the journal of the moment before whatever is emitted next."""
+    misbehaved: Callable[[PeerId, str], None]
+    pace: Pace = field(default_factory=Pace)
+
+    voting: bool = True
+    """False in a lineage where earlier promises may be forgotten or were given to another (`Journal.barred`)."""
+    leaving: bool = False
+    able: bool = True
+    remaining_s: float | None = None
+    """The local trainer's remaining budget; None without a trainer."""
+    units_wanted: int = 0
+    upload_limit_bytes: int = 0
+    download_limit_bytes: int = 0
+    failed_edges: tuple[PeerId, ...] = ()
+    fresh: dict[PeerId, Heard] = field(default_factory=dict)
+    """Everyone else heard of late, as of the event in hand."""
+
+    def on_base(self, base: Base) -> set[PeerId]:
+        """Peers heard on exactly this base, and not leaving."""
+        return {peer for peer, heard in self.fresh.items() if heard.base == base and peer not in self.presence.leaves}
+
+    def live_members(self, state: ChainState) -> tuple[set[PeerId], set[PeerId]]:
+        """Members heard on this round, me included, and members heard one round behind; without those who leave, and
+        without those who say that they cannot take part."""
+        here, behind = {self.me}, set()
+        for peer, _ in state.members:
+            heard = self.fresh.get(peer)
+            if heard is None or not heard.able or peer in self.presence.leaves:
+                continue
+            if heard.base == state.base:
+                here.add(peer)
+            elif heard.base.lineage == state.base.lineage and heard.base.round == state.base.round - 1:
+                behind.add(peer)
+        if not self.voting:
+            here.discard(self.me)
+        return here, behind

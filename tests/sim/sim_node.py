@@ -1,0 +1,392 @@
+"""One simulated node: a driver like the daemon's, with a disk that survives it, around one `PeerMachine`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from protocol import chain
+from protocol.chain import ChainState
+from protocol.events import (
+    Alarm,
+    Applied,
+    Apply,
+    CatchUp,
+    Effect,
+    Event,
+    FetchParts,
+    Finished,
+    Freeze,
+    Frozen,
+    HeaderSigned,
+    LeaveRequested,
+    Misbehaved,
+    NewLineage,
+    PartHeld,
+    PartsFetched,
+    Persist,
+    Received,
+    Send,
+    StartExchange,
+    StopExchange,
+    Tick,
+    TrainerProgress,
+)
+from protocol.names import Base, Digest, Keyring, PeerId, digest, encode_integer
+from protocol.peer import PeerMachine
+from sim_engine import Engine
+from sim_model import PARTS, UNIT_TOKENS, Account, Outbox, state_after
+from sim_oracle import Violation
+
+if TYPE_CHECKING:
+    from sim_world import World
+
+
+class Node:
+    def __init__(self, *, world: World, peer: PeerId, keyring: Keyring, state: ChainState) -> None:
+        self.world = world
+        self.peer = peer
+        self.keyring = keyring
+        # The disk: what survives a crash.
+        self.state = state
+        self.journal: bytes | None = None
+        self.journal_lost = False
+        self.had_lost_journal = False
+        self.held: set[Digest] = set()
+        """Hashes of the payloads on disk."""
+        self.outbox: dict[Digest, Outbox] = {}
+        self.account = Account()
+        # The process.
+        self.machine: PeerMachine | None = None
+        self.engine: Engine | None = None
+        self.started = False
+        self.left = False
+        self.finished = False
+        self.life = 0
+        """Counts starts: what an earlier life has scheduled does not happen."""
+        self._wakeup_s = math.inf
+        self._trained_s = 0.0
+        self._trained_base: Base | None = None
+        self.excluded_rounds = 0
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        if self.machine is not None:
+            return
+        self.started = True
+        self.left = False
+        self.life += 1
+        self._boot()
+
+    def _boot(self) -> None:
+        self.engine = Engine(self)
+        self._wakeup_s = math.inf
+        self.machine = PeerMachine(
+            rules=self.world.rules,
+            me=self.peer,
+            keyring=self.keyring,
+            state=self.state,
+            journal=self.journal,
+            journal_lost=self.journal_lost,
+            wants_membership=True,
+            incarnation=digest(self.peer.encode(), encode_integer(self.life))[:16],
+            now_s=self.world.now_s,
+        )
+        self.journal_lost = False
+        self.world.note(self.peer, f"starts in round {self.state.base.round}")
+        self._train()
+        self.feed(Tick())
+
+    def crash(self) -> None:
+        if self.machine is None:
+            return
+        self.world.note(self.peer, "crashes")
+        self._halt()
+        if self.world.random.random() < self.world.weather.journal_losses:
+            self.journal, self.journal_lost, self.had_lost_journal = None, True, True
+        self.world.after(self.world.random.uniform(*self.world.weather.down_s), self.start)
+
+    def leave(self) -> None:
+        if self.machine is None or self.left:
+            return
+        self.world.note(self.peer, "is asked to leave")
+        self.left = True
+        self.feed(LeaveRequested())
+        life = self.life
+
+        def gone() -> None:
+            if self.life == life and self.machine is not None:
+                self._halt()
+                self.world.after(self.world.random.uniform(*self.world.weather.down_s), self.start)
+
+        self.world.after(self.world.random.uniform(0.5, 10.0), gone)
+
+    def _halt(self) -> None:
+        self.machine, self.engine = None, None
+        self.life += 1
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """`action` after `delay_s`, unless this life is over by then."""
+        life = self.life
+        self.world.after(delay_s, lambda: action() if self.life == life and self.machine is not None else None)
+
+    # ------------------------------------------------------------ events and effects
+
+    def receive(self, data: bytes, sender: PeerId) -> None:
+        if self.machine is not None:
+            self.feed(Received(data=data, from_peer=sender))
+
+    def feed(self, event: Event) -> None:
+        machine, life = self.machine, self.life
+        if machine is None:
+            return
+        if self.world.trace is not None and not isinstance(event, Tick):
+            self.world.note(self.peer, f"  ← {describe_event(event)}")
+        before = machine.state
+        effects = machine.handle(event, self.world.now_s)
+        dies_after = -1
+        if effects and self.world.weather.crash_in_effects:
+            if self.world.random.random() < self.world.weather.crash_in_effects:
+                dies_after = self.world.random.randrange(len(effects) + 1)
+        for index, effect in enumerate(effects):
+            if index == dies_after:
+                break
+            self._perform(effect, before)
+            if self.life != life or self.machine is not machine:
+                return
+        if dies_after >= 0:
+            self.crash()
+            return
+        self.world.oracle.check_state(self.peer, machine.state)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        machine = self.machine
+        assert machine is not None
+        at_s = machine.next_wakeup_s
+        if at_s == math.inf or at_s >= self._wakeup_s:
+            return
+        if at_s < self.world.now_s - 1e-9:
+            raise Violation(f"{self.peer} wants to wake in the past: {at_s} at {self.world.now_s}")
+        self._wakeup_s = at_s
+
+        def wake() -> None:
+            if self._wakeup_s == at_s:
+                self._wakeup_s = math.inf
+                self.feed(Tick())
+
+        self.later(max(0.0, at_s - self.world.now_s), wake)
+
+    def _perform(self, effect: Effect, before: ChainState) -> None:
+        if self.world.trace is not None and not isinstance(effect, Send):
+            self.world.note(self.peer, f"  → {type(effect).__name__}")
+        engine = self.engine
+        assert engine is not None
+        match effect:
+            case Persist():
+                self._persist(effect.journal)
+            case Send():
+                self.world.send(self.peer, effect.to, effect.data)
+            case Freeze():
+                self._freeze(effect)
+            case StartExchange():
+                if self.world.switches.freeze_twice:
+                    self._freeze_again()
+                engine.start(effect)
+            case StopExchange():
+                engine.stop(effect.roster_id)
+            case HeaderSigned():
+                engine.signed(effect)
+            case FetchParts():
+                self._fetch(effect)
+            case Apply():
+                self.later(self.world.random.uniform(0.0, 0.02), partial(self._apply, effect))
+            case NewLineage():
+                self.state = chain.reform_state(before, self.world.rules, effect.reformed)
+                self.world.note(self.peer, f"is on the lineage of {effect.reformed.reform.members}")
+                self.world.oracle.births.add(self.state.base.lineage)
+                self._train()
+            case CatchUp():
+                self._catch_up(effect)
+            case Misbehaved():
+                if not any(node.had_lost_journal for node in self.world.nodes.values()):
+                    raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")
+            case Alarm():
+                raise Violation(f"{self.peer} raised an alarm: {effect.text}")
+            case Finished():
+                self.finished = True
+
+    def _persist(self, journal: bytes) -> None:
+        if self.world.switches.forget_votes and self.journal is not None:
+            return
+        self.journal = journal
+
+    # ------------------------------------------------------------ trainer
+
+    def _train(self) -> None:
+        """The trainer starts on the budget of the round that the disk is in."""
+        machine = self.machine
+        if machine is None or self._trained_base == self.state.base and self.state.base.digest() in self.outbox:
+            remaining_s = 0.0
+        else:
+            remaining_s = self.world.random.uniform(*self.world.weather.training_s)
+        self._trained_base = self.state.base
+        self._trained_s = self.world.now_s + remaining_s
+        base = self.state.base
+
+        def done() -> None:
+            if self.state.base == base:
+                self.feed(TrainerProgress(remaining_s=0.0, units_wanted=2))
+
+        self.later(0.0, lambda: self.feed(TrainerProgress(remaining_s=self._trained_s - self.world.now_s)))
+        self.later(remaining_s, done)
+
+    def _freeze(self, effect: Freeze) -> None:
+        left_s = max(0.0, min(effect.within_s, self._trained_s - self.world.now_s))
+        self.later(left_s, partial(self._frozen, effect.base))
+
+    def _frozen(self, base: Base) -> None:
+        if base != self.state.base:
+            return
+        key = base.digest()
+        if key not in self.outbox:
+            self.outbox[key] = self._work()
+            self.world.oracle.frozen.setdefault((self.peer, key), self.outbox[key])
+        outbox = self.outbox[key]
+        self.feed(
+            Frozen(
+                base=base,
+                tokens=((PARTS, outbox.tokens),),
+                norm=1.0,
+                largest=0.5,
+                ranges_done=outbox.ranges_done,
+                units_wanted=2,
+            )
+        )
+
+    def _work(self) -> Outbox:
+        """Work of one budget goes into the local model; the contribution is all that is in there uncounted."""
+        for part in range(PARTS):
+            work = self.world.random.randrange(1, 1000)
+            self.account.produced[part] += work
+            self.account.carried[part] += work
+        entry = chain.member(self.state, self.peer)
+        ranges = () if entry is None else entry.lease[:1]
+        tokens = self.world.random.randrange(1, 4) * UNIT_TOKENS
+        return Outbox(values=tuple(self.account.carried), tokens=tokens, ranges_done=ranges)
+
+    def _freeze_again(self) -> None:
+        """The mutant: every attempt sends what the local model holds by then."""
+        key = self.state.base.digest()
+        if key in self.outbox:
+            self.outbox[key] = self._work()
+
+    # ------------------------------------------------------------ parts and commits
+
+    def hold(self, header: object) -> None:
+        """A payload is verified and on disk."""
+        signed = header
+        self.held.add(signed.message.hash)  # type: ignore[attr-defined]
+        self.feed(PartHeld(header=signed))  # type: ignore[arg-type]
+
+    def _fetch(self, effect: FetchParts) -> None:
+        world = self.world
+        missing: list[int] = []
+        arrivals: list[object] = []
+        for header in effect.headers:
+            wanted = header.message.hash
+            sources = [world.nodes[peer] for peer in effect.sources if peer in world.nodes]
+            if wanted in self.held or any(
+                source.machine is not None
+                and wanted in source.held
+                and world.connected(source.peer, self.peer)
+                and world.connected(self.peer, source.peer)
+                for source in sources
+            ):
+                arrivals.append(header)
+            else:
+                missing.append(header.message.part)
+
+        def arrive() -> None:
+            life = self.life
+            for header in arrivals:
+                if self.life == life:
+                    self.hold(header)
+            if self.life == life:
+                self.feed(PartsFetched(roster_id=effect.roster_id, missing=tuple(missing)))
+
+        self.later(world.delay_s() * 2, arrive)
+
+    def _apply(self, effect: Apply) -> None:
+        state, commit = self.state, effect.commit
+        if commit.roster.message.base != state.base:
+            return
+        self.world.oracle.check_commit(self.peer, state, commit)
+        for header in commit.headers:
+            if header is not None and header.message.hash not in self.held:
+                raise Violation(f"{self.peer} applies part {header.message.part} without holding it")
+        outbox = self.outbox.get(state.base.digest())
+        lost = False
+        for header in commit.headers:
+            if header is None or effect.my_index is None or not header.message.bitmap >> effect.my_index & 1:
+                continue
+            part = header.message.part
+            for who, _, value in self.world.oracle.payloads[header.message.hash].contributions:
+                if who == self.peer:
+                    self.account.counted[part] += value
+                    self.account.carried[part] -= value if outbox is None else outbox.values[part]
+                    lost = lost or outbox is None
+        if lost:
+            self.account.reset()
+        self.state = chain.next_state(state, self.world.rules, commit, state_after(state, commit))
+        if self.state.base.prev != effect.commit_hash:
+            raise Violation(f"{self.peer} named the commit of round {state.base.round} wrongly")
+        self.world.oracle.check_account(self.peer, self.account)
+        counted = chain.counted_bits(commit.headers)
+        self.world.note(
+            self.peer,
+            f"commits round {state.base.round} (attempt {commit.roster.message.attempt}, {len(commit.roster.message.readys)}"
+            f" ready, counted {counted:b}), electors {self.state.electors}",
+        )
+        self._train()
+        self.feed(Applied(round=self.state.base.round, state_hash=self.state.base.state_hash))
+
+    def _catch_up(self, effect: CatchUp) -> None:
+        def arrive() -> None:
+            source = self.world.nodes[effect.peer]
+            if source.machine is None or not self.world.connected(source.peer, self.peer):
+                return
+            ahead = source.state.base.round > self.state.base.round
+            if source.state.base.lineage == self.state.base.lineage and not ahead:
+                return
+            self.world.note(self.peer, f"catches up with {source.peer}, round {source.state.base.round}")
+            self.state = source.state
+            self.account.reset()
+            self.life += 1
+            self._boot()
+
+        self.later(self.world.random.uniform(0.1, 1.0), arrive)
+
+
+def describe_event(event: Event) -> str:
+    from protocol import wire
+
+    if isinstance(event, Received):
+        try:
+            signed = wire.decode(event.data)
+        except wire.WireError:
+            return f"junk from {event.from_peer}"
+        message = signed.message
+        details = [
+            f"{name}={getattr(message, name)}" for name in ("attempt", "phase", "k", "sign") if hasattr(message, name)
+        ]
+        if hasattr(message, "value"):
+            details.append(message.value.hex()[:6] or "NIL")
+        base = getattr(message, "base", None)
+        if base is not None:
+            details.append(f"round={base.round}")
+        return f"{type(message).__name__} of {signed.sender} {' '.join(details)}"
+    return type(event).__name__
