@@ -43,6 +43,13 @@ class Control:
     def status(self) -> Status:
         return self._get("/status", Status)
 
+    def status_now(self) -> Status | None:
+        """None when no daemon answers at this moment."""
+        try:
+            return msgspec.json.decode(self._request("GET", "/status", ANSWER_S), type=Status)
+        except (OSError, http.client.HTTPException, OperatorError, msgspec.DecodeError):
+            return None
+
     def peers(self) -> Peers:
         return self._get("/peers", Peers)
 

@@ -37,7 +37,8 @@ def _terminate(pid: int) -> bool:
     try:
         # The descriptor pins the process: what is read now is what the signal reaches.
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"node.supervisor" not in command and b"atoll" not in command:  # the latter while it creates the run
+        # The second and third while it still creates the run.
+        if not any(name in command for name in (b"node.supervisor", b"node.cli", b"atoll")):
             return False
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
     except OSError:

@@ -31,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from node.artifacts import write_atomically
 from node.daemon.metrics import exposition
 from node.errors import OperatorError
 from node.status import ExportPoint, Peers, Status
@@ -69,9 +70,13 @@ async def serve(
     control_socket: Path,
     http: str = "off",
     *,
+    last_status: Path | None = None,
     task_status: _Started = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until cancelled; starts with the `HOST:PORT` really bound, None with `off`. Raises `OperatorError`."""
+    """Serve until cancelled; starts with the `HOST:PORT` really bound, None with `off`. Raises `OperatorError`.
+
+    At the end, the status is written to `last_status`: how a run ended can be asked when the daemon has gone.
+    """
     cache = _StatusCache(source)
     control = trio.SocketListener(_unix_listener(control_socket))
     try:
@@ -86,6 +91,8 @@ async def serve(
             task_status.started(bound)
     finally:
         _remove(control_socket)
+        if last_status is not None:
+            _write_last(source, last_status)
 
 
 # ---------------------------------------------------------------- what is served
@@ -166,6 +173,13 @@ def _unix_listener(path: Path) -> trio.socket.SocketType:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
+
+
+def _write_last(source: StatusSource, path: Path) -> None:
+    try:
+        write_atomically(msgspec.json.encode(source.status()), path)
+    except Exception:
+        log.exception("the last status could not be written", path=str(path))
 
 
 def _tcp_listener(http: str) -> trio.socket.SocketType:

@@ -11,6 +11,9 @@ from node.supervisor import lock
 from node.supervisor.keeper import EXIT_OPERATOR_ERROR, Supervisor
 from node.supervisor.roles import default_commands
 
+END_WITH_VARIABLE = "ATOLL_END_WITH"
+"""Process id of whoever started this node for its own use (a local swarm): the node must not outlive it."""
+
 
 def main() -> int:
     home = Home(default_home())
@@ -26,7 +29,8 @@ def main() -> int:
         return EXIT_OPERATOR_ERROR
     lock.remove_live_files(home)  # of a supervisor that was killed
     lock.prepare_socket_directory(home)
-    return Supervisor(home, default_commands()).run()
+    owner = os.environ.pop(END_WITH_VARIABLE, "")
+    return Supervisor(home, default_commands(), end_with=int(owner) if owner.isdigit() else None).run()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ class Supervisor:
         patience: Patience | None = None,
         output: Terminal | None = None,
         errors: Terminal | None = None,
+        end_with: int | None = None,
     ) -> None:
+        """`end_with`: a process id; when that process ends, so does this node, as if by SIGTERM."""
         self._home = home
         self._patience = patience or Patience()
         self._output = output or Terminal(1)
@@ -55,6 +57,7 @@ class Supervisor:
         """The daemon's sentence to the operator, before it exits with status 2."""
         self._leave_deadline_s: float | None = None
         self._exit_code: int | None = None
+        self._end_with = end_with
 
     # ------------------------------------------------------------ the loop
 
@@ -65,6 +68,7 @@ class Supervisor:
             try:
                 self._daemon.wanted = True
                 self._start(self._daemon)
+                self._watch_owner()
                 while self._exit_code is None:
                     self._loop.turn(self._next_deadline_s())
                     self._collect_exits()
@@ -74,6 +78,22 @@ class Supervisor:
                 self._clean_up()
         self._loop.close()
         return self._exit_code
+
+    def _watch_owner(self) -> None:
+        if self._end_with is None:
+            return
+        try:
+            owner = os.pidfd_open(self._end_with)
+        except ProcessLookupError:
+            self._leave()
+            return
+
+        def ended() -> None:
+            self._loop.forget(owner)
+            os.close(owner)
+            self._leave()
+
+        self._loop.watch(owner, ended)
 
     def _next_deadline_s(self) -> float | None:
         deadlines = [self._leave_deadline_s]
@@ -185,7 +205,8 @@ class Supervisor:
 
     def _restart(self, child: Child, code: int) -> float:
         delay_s = child.schedule_restart(time.monotonic())
-        self._note(f"the {child.name} ended by {describe_exit(code)}; {_again(delay_s)}")
+        words = f" ({child.last_words:.200})" if code > 0 and child.last_words else ""
+        self._note(f"the {child.name} ended by {describe_exit(code)}{words}; {_again(delay_s)}")
         return delay_s
 
     def _on_daemon_exit(self, code: int) -> None:
