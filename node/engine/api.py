@@ -4,10 +4,10 @@ Requests carry an `id`; the engine answers each with one `Done` or one `Failed` 
 unasked. Digests are 32 raw bytes, peer ids base58. The engine owns the folder `Open.directory` and nothing else:
 
     artifacts/HASH          content-addressed bytes of the manifest (tokenizer, S_0, small data); served to anyone
-    parts/HASH              reduced parts of the last rounds (the round log's bodies); served
-    outbox/BASE.*           my encoded contribution of a round, kept until the next commit; served to auditors
+    parts/ROSTER.*          reduced parts of the last rounds (the round log's bodies), found by hash; served
+    outbox/BASE.*           my encoded contribution of a round, kept until the next freeze
     snapshots/ROUND-HASH/   immutable copies of the outer state (chunk hashes + data); served
-    state.json              progress mark of the state that the memfds hold, for restarts
+    apply.journal           progress mark of the outer step, for restarts
 
 The memfds arrive as descriptors with `Open`: theta, momentum, delta, in this order, each `elements` fp32
 (momentum: `elements - buffer_elements`).
@@ -18,6 +18,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import msgspec
+
+from protocol.names import digest, encode_integer
 
 # ---------------------------------------------------------------- requests: state
 
@@ -63,7 +65,11 @@ class LoadSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The memfds may still hold a state (the engine was restarted): verify it. → StateLoaded, or Failed."""
+    """The memfds may still hold a state (the engine was restarted): verify it. → StateLoaded, or Failed.
+
+    Also succeeds when they hold the outer step that follows it, under way or complete: then only `Apply` of that very
+    commit may follow. Failed: load a snapshot and replay.
+    """
 
     id: int
     round: int
@@ -85,7 +91,9 @@ class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Apply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The outer step, in place, blockwise, with a durable progress mark; parts come from `parts/`. → Applied.
+    """The outer step, in place, blockwise, with a progress mark; parts come from `parts/`. → Applied.
+
+    Sent again after the engine died in it (Open, ResumeState of the round before, Apply), it is finished exactly.
 
     For parts whose bitmap lacks my bit the engine leaves `θ_{r+1} − θ_r` in `delta`; for counted parts zeros.
     """
@@ -125,6 +133,11 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     """`host:port` of its data listener, best first; empty: it cannot be dialled."""
     certificate_sha256: bytes
+
+
+def leaf_message(base: bytes, part: int, part_hash: bytes) -> bytes:
+    """What a contributor signs for each part of its outbox (protocol section 3, UP)."""
+    return digest(b"atoll/leaf", base, encode_integer(part), part_hash)
 
 
 class SetPeers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -175,7 +188,11 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     progress_s: float
     slack_s: float
     leaf_signatures: tuple[bytes, ...]
-    """My signature over (base, part, hash) for each part of my outbox; empty when I do not contribute."""
+    """My signature over `leaf_message(base, part, hash)` for each part of my outbox; empty when I do not contribute."""
+    largest: tuple[float, ...] = ()
+    """Per READY: its declared largest magnitude, the bound that its values are checked against; empty: no bound."""
+    weight_cap_ratio: float = 3.0
+    """Of the manifest: no weight exceeds this many times the roster's median."""
 
 
 class StopExchange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -368,6 +385,16 @@ class PeerRate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     received_bytes_s: float | None = None
 
 
-Event: TypeAlias = TokenWanted | HeaderWanted | PartHeld | ExchangeEnded | PeerRate
+class StorageFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Received bytes could not be stored (disk full, for one); parts are not held until `StorageWorks`."""
+
+    reason: str
+
+
+class StorageWorks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Storing works again after `StorageFailed`."""
+
+
+Event: TypeAlias = TokenWanted | HeaderWanted | PartHeld | ExchangeEnded | PeerRate | StorageFailed | StorageWorks
 Answer: TypeAlias = Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Inventoried
 FromEngine: TypeAlias = Answer | Event

@@ -1,0 +1,540 @@
+"""Performs the exchange of one roster: what `protocol.exchange.ExchangeMachine` decides, this moves, sums and stores.
+
+Nothing is sent to a peer before it says WANT for the roster: so no frame arrives before its receiver knows the roster,
+and after a broken link the receiver says what it still lacks. UP payloads are read from the outbox and DOWN payloads
+from the part store when a lane takes them. What waits in memory is bounded: UPs whose part is not complete yet, by a
+window per sender (all send in ascending order, so a full window always drains), and parts being summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import trio
+
+from node.engine import api
+from node.engine.exchange_duties import Duties
+from node.engine.frames import (
+    HEADER_BYTES,
+    DownMeta,
+    Header,
+    Kind,
+    MetaDecoder,
+    UpMeta,
+    bitmap_bytes,
+    pack_want,
+    unpack_want,
+    want_payload_bytes,
+)
+from node.engine.geometry import Geometry
+from node.engine.link import Buffer, Link, Outgoing
+from node.engine.outbox import OutboxReader
+from node.engine.storing import PartKeeper
+from node.engine.switchboard import Switchboard, Unreachable
+from node.engine.threads import Threads
+from node.errors import StrangerError
+from node.peer_id import verify
+from protocol.codecs import LARGEST_MAGNITUDE, Codec, CodecError
+from protocol.exchange import Decision, ExchangeMachine, LeaveEmpty, Reduce, SendPartial
+from protocol.messages import PartHeader
+from protocol.plan import Plan, Shard
+from protocol.planning import deal
+from protocol.state_hash import chunk_hash
+from protocol.stations import ExchangeView
+from protocol.sums import PartSum, partial_bound
+from protocol.wire import WireError, decode_body, signing_bytes
+
+WINDOW_BYTES = 64 << 20
+"""Of encoded UPs that wait for the other slots of their part, over all senders."""
+REACH_TIMEOUT_S = 10.0
+HEADER_TIMEOUT_S = 30.0
+MAX_REDIALS = 4
+MAX_PARTIALS = 16
+"""Partial sums kept until their parents take them."""
+MIN_RATED_BYTES = 1 << 18
+"""Shorter transfers say more of latency than of a rate."""
+
+WantHeader = Callable[[api.HeaderWanted], Awaitable[api.PartRef | None]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Partial:
+    parent: int
+    bitmap: int
+    data: bytes
+    taken: trio.Event
+
+
+class Exchange:
+    def __init__(
+        self,
+        request: api.Exchange,
+        *,
+        geometry: Geometry,
+        switchboard: Switchboard,
+        keeper: PartKeeper,
+        outbox: OutboxReader | None,
+        threads: Threads,
+        emit: Callable[[api.Event], Awaitable[None]],
+        want_header: WantHeader,
+    ) -> None:
+        """Raises `ValueError` for a request that does not fit the vector."""
+        self.roster_id = request.roster_id
+        self.peers = request.peers
+        self._request = request
+        self._geometry = geometry
+        self._switchboard = switchboard
+        self._keeper = keeper
+        self._outbox = outbox
+        self._threads = threads
+        self._emit = emit
+        self._want_header = want_header
+        self._index = {peer_id: index for index, peer_id in enumerate(request.peers)}
+        self._machine = ExchangeMachine(_view(request, geometry), trio.current_time())
+        self._started_s = trio.current_time()
+        longest_s = max(request.durations_s, default=0.0)
+        self._last_s = self._started_s + longest_s + request.slack_s + request.progress_s
+        """When nobody can be waiting for anything of mine any more."""
+        self._me = request.my_index
+        self._meta = MetaDecoder()
+        self._largest = request.largest or (LARGEST_MAGNITUDE,) * len(request.peers)
+        self._duties = Duties(self._machine, geometry.part_count)
+        self._neighbours = self._duties.neighbours
+        self._wake = trio.Event()
+        self._working = 0
+        self._sums = trio.CapacityLimiter(threads.count + 2)
+        self._kept: dict[int, dict[int, bytearray]] = {}
+        """Part → slot → payload that waits for the others."""
+        self._waiting_bytes = dict.fromkeys(range(len(request.peers)), 0)
+        self._held_back: dict[int, int] = {}
+        """Sender → lanes that are not read because its window is full."""
+        self._room = trio.lowlevel.ParkingLot()
+        self._window_bytes = max(WINDOW_BYTES // max(1, len(request.peers) - 1), 2 * geometry.slot_bytes)
+        self._partials: dict[int, _Partial] = {}
+        """By part: partial sums that their parents have not taken yet."""
+        self._partial_places = trio.CapacityLimiter(MAX_PARTIALS)
+        self._refs: dict[int, api.PartRef] = {}
+        """Parts that came down, or that I made."""
+        self._redials: dict[int, int] = {}
+        self._failed_edges: set[int] = set()
+        self._unreachable: set[int] = set()
+        """Failed edges that have not said WANT since."""
+        self._wanted_on: set[Link] = set()
+        """Links whose WANT was answered: one each."""
+        self._meters: dict[Link, tuple[int, float, int, float]] = {}
+        self._stopped = False
+        self._bytes_sent = 0
+        self._bytes_received = 0
+        self._nursery: trio.Nursery | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self) -> None:
+        """Until cancelled (`StopExchange`): after `ExchangeEnded` it still serves those who want its parts."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for index in self._neighbours:
+                    if link := self._switchboard.link(self.peers[index]):
+                        self.link_up(link)
+                    else:
+                        nursery.start_soon(self._connect, index)
+                await self._decide(nursery)
+                await self._keeper.settle()
+                await self._report()
+                await trio.sleep_forever()
+        finally:
+            self._stopped = True
+            for index in self._neighbours:
+                if link := self._switchboard.link(self.peers[index]):
+                    link.withdraw(self.roster_id)
+            self._room.unpark_all()
+            if self._outbox is not None:
+                self._outbox.close()
+
+    async def _decide(self, nursery: trio.Nursery) -> None:
+        while True:
+            self._wake = trio.Event()
+            for sender in self._held_back:
+                # Not reading is my doing: such a peer is not silent.
+                self._machine.on_progress(sender, trio.current_time())
+            for decision in self._machine.poll(trio.current_time()):
+                self._perform(decision, nursery)
+            if self._machine.finished and not self._working:
+                if not self._duties.owed or trio.current_time() >= self._last_s:
+                    return
+                wakeup_s = self._last_s
+            else:
+                wakeup_s = self._machine.next_wakeup_s()
+            with trio.move_on_at(min(wakeup_s, trio.current_time() + self._request.progress_s)):
+                await self._wake.wait()
+
+    async def _report(self) -> None:
+        for link, (sent, sent_s, received, received_s) in self._meters.items():
+            sent_rate = _rate(link.sending.bytes - sent, link.sending.busy_s - sent_s)
+            received_rate = _rate(link.receiving.bytes - received, link.receiving.busy_s - received_s)
+            if sent_rate or received_rate:
+                await self._emit(
+                    api.PeerRate(peer_id=link.peer_id, sent_bytes_s=sent_rate, received_bytes_s=received_rate)
+                )
+        await self._emit(
+            api.ExchangeEnded(
+                roster_id=self.roster_id,
+                seconds=trio.current_time() - self._started_s,
+                bytes_sent=self._bytes_sent,
+                bytes_received=self._bytes_received,
+                failed_edges=tuple(self.peers[index] for index in sorted(self._failed_edges)),
+                excluded={self.peers[index]: why for index, why in self._machine.excluded.items()},
+            )
+        )
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return dict(self._machine.dropped)
+
+    # ---------------------------------------------------------------- connections
+
+    async def _connect(self, index: int) -> None:
+        try:
+            await self._switchboard.reach(self.peers[index], within_s=REACH_TIMEOUT_S)
+        except Unreachable:
+            self._give_up(index)
+
+    def _give_up(self, index: int) -> None:
+        self._failed_edges.add(index)
+        self._unreachable.add(index)
+        self._machine.on_redial_failed(index)
+        self._duties.give_up(index)
+        for held in self._partials.values():
+            if held.parent == index:
+                held.taken.set()
+        self._wake.set()
+
+    def link_up(self, link: Link) -> None:
+        """Say what I still lack from this peer."""
+        index = self._index.get(link.peer_id)
+        if index is None or self._stopped:
+            return
+        self._meters[link] = (link.sending.bytes, link.sending.busy_s, link.receiving.bytes, link.receiving.busy_s)
+        payload = pack_want(*self._duties.held_from(index), self._geometry.part_count)
+
+        async def load() -> tuple[bytes, Buffer]:
+            return b"", payload
+
+        link.send(Outgoing(kind=Kind.WANT, id=self.roster_id, load=load))
+
+    def link_down(self, link: Link) -> None:
+        index = self._index.get(link.peer_id)
+        if index not in self._neighbours or self._stopped or self._nursery is None:
+            return
+        self._machine.on_connection_lost(index)
+        self._redials[index] = self._redials.get(index, 0) + 1
+        if self._redials[index] > MAX_REDIALS:
+            self._give_up(index)
+        else:
+            self._nursery.start_soon(self._connect, index)
+
+    def wanted(self, link: Link, payload: bytes | bytearray) -> None:
+        """A peer takes part and says what it lacks."""
+        index = self._index.get(link.peer_id)
+        if index is None or link in self._wanted_on or len(payload) != want_payload_bytes(self._geometry.part_count):
+            return
+        self._wanted_on.add(link)
+        self._unreachable.discard(index)
+        self._machine.on_progress(index, trio.current_time())
+        ups_held, downs_held = unpack_want(payload)
+        self._duties.on_want(index, ups_held, downs_held, set(self._partials), set(self._refs))
+        for kind, part in self._duties.owed_to(index):
+            self._send(link, index, kind, part)
+
+    # ---------------------------------------------------------------- sending
+
+    def _offer(self, index: int, kind: Kind, part: int) -> None:
+        """Something new for this peer: now if it said WANT, else when it does."""
+        self._duties.add(index, kind, part)
+        link = self._switchboard.link(self.peers[index])
+        if link is not None and link in self._wanted_on:
+            self._send(link, index, kind, part)
+
+    def _send(self, link: Link, index: int, kind: Kind, part: int) -> None:
+        size = 0
+
+        async def load() -> tuple[bytes, Buffer] | None:
+            nonlocal size
+            loaded = await (self._load_up(part) if kind is Kind.UP else self._load_down(part))
+            if loaded is not None:
+                size = HEADER_BYTES + len(loaded[0]) + len(loaded[1])
+            return loaded
+
+        def sent() -> None:
+            self._bytes_sent += size
+            self._duties.done(index, kind, part)
+            if kind is Kind.UP and part in self._partials:
+                self._partials[part].taken.set()
+            self._wake.set()
+
+        link.send(Outgoing(kind=kind, id=self.roster_id, part=part, slot=self._me, load=load, sent=sent))
+
+    async def _load_up(self, part: int) -> tuple[bytes, Buffer] | None:
+        if self._stopped:
+            return None
+        if held := self._partials.get(part):
+            return msgspec.msgpack.encode(UpMeta(bitmap_bytes(held.bitmap), b"")), held.data
+        if self._outbox is None:
+            return None
+        data = self._outbox.read_cached(part)
+        if data is None:
+            data = await self._threads.disk(partial(self._outbox.read, part))
+        meta = UpMeta(bitmap_bytes(1 << self._me), self._request.leaf_signatures[part])
+        return msgspec.msgpack.encode(meta), data
+
+    async def _load_down(self, part: int) -> tuple[bytes, Buffer] | None:
+        ref = self._refs[part]
+        parts = self._keeper.parts
+        data = parts.read(ref.hash, only_cached=True)
+        if data is None:
+            data = await self._threads.disk(partial(parts.read, ref.hash))
+        if self._stopped or data is None:
+            return None
+        return msgspec.msgpack.encode(DownMeta(ref.root, ref.body, ref.signature)), data
+
+    # ---------------------------------------------------------------- receiving
+
+    def admit(self, link: Link, header: Header, meta: bytes) -> bool:
+        """Whether the payload behind an UP or DOWN header is welcome (protocol section 4, rule 4)."""
+        index = self._index.get(link.peer_id)
+        if index is None or self._stopped:
+            return False
+        now_s = trio.current_time()
+        if header.kind is Kind.UP:
+            bitmap = int.from_bytes(self._meta.up(meta).bitmap, "little")
+            verdict = self._machine.on_up(index, header.part, header.slot, bitmap, header.payload_bytes, now_s)
+        else:
+            said = self._header(meta)
+            if said.roster_id != self.roster_id or said.part != header.part or said.length != header.payload_bytes:
+                raise StrangerError("a DOWN frame whose signed header is of another part")
+            verdict = self._machine.on_down(index, header.part, said.bitmap, header.payload_bytes, now_s)
+        self._wake.set()
+        return bool(verdict)
+
+    def broke_off(self, link: Link, header: Header) -> None:
+        if header.kind is Kind.UP:
+            self._machine.on_up_bad(self._index[link.peer_id], header.part, "UP that broke off")
+
+    async def deliver(self, link: Link, header: Header, meta: bytes, payload: bytearray) -> None:
+        """An admitted frame is here. Waits while its sender's window is full."""
+        self._bytes_received += HEADER_BYTES + len(meta) + len(payload)
+        index = self._index[link.peer_id]
+        if header.kind is Kind.UP:
+            await self._receive_up(index, header.part, self._meta.up(meta), payload)
+        else:
+            await self._receive_down(header.part, meta, payload)
+        self._wake.set()
+
+    async def _receive_up(self, sender: int, part: int, meta: UpMeta, payload: bytearray) -> None:
+        bitmap = int.from_bytes(meta.bitmap, "little")
+        why = await self._threads.compute(partial(self._why_bad_up, sender, part, bitmap, meta.signature, payload))
+        if why:
+            self._machine.on_up_bad(sender, part, why)
+            return
+        if not self._machine.on_up_done(sender, part, bitmap, trio.current_time()):
+            return
+        self._duties.received_up(sender, part)
+        self._kept.setdefault(part, {})[sender] = payload
+        self._waiting_bytes[sender] += len(payload)
+        self._wake.set()
+        if self._waiting_bytes[sender] > self._window_bytes:
+            self._held_back[sender] = self._held_back.get(sender, 0) + 1
+            try:
+                while self._waiting_bytes[sender] > self._window_bytes and not self._stopped:
+                    await self._room.park()
+            finally:
+                self._held_back[sender] -= 1
+                if not self._held_back[sender]:
+                    del self._held_back[sender]
+
+    def _why_bad_up(self, sender: int, part: int, bitmap: int, signature: bytes, payload: bytearray) -> str:
+        """In a thread. Empty: the payload is what its sender signed, finite, and within its declared bound."""
+        elements = self._geometry.part_size(part)
+        try:
+            if self._machine.sends_partial(sender, part):
+                bound = partial_bound(self._machine.weights(part), bitmap, self._largest)
+                self._geometry.sum_codec.check(payload, elements, largest=bound)
+                return ""
+            self._geometry.codec.check(payload, elements, largest=min(self._largest[sender], LARGEST_MAGNITUDE))
+        except CodecError as error:
+            return f"UP whose values are bad: {error}"
+        message = api.leaf_message(self._request.base, part, chunk_hash(payload))
+        return "" if verify(self.peers[sender], message, signature) else "UP whose leaf signature does not verify"
+
+    async def _receive_down(self, part: int, meta: bytes, payload: bytearray) -> None:
+        down = self._meta.down(meta)
+        said = self._header(meta)
+        root = self.peers[self._machine.root(part)]
+        why = await self._threads.compute(partial(self._why_bad_down, root, down, said, payload))
+        if why:
+            self._machine.dropped[why] += 1
+            return
+        ref = api.PartRef(
+            roster_id=said.roster_id,
+            part=part,
+            bitmap=said.bitmap,
+            hash=said.hash,
+            length=said.length,
+            root=root,
+            body=down.body,
+            signature=down.signature,
+        )
+        await self._hold(ref, payload)
+
+    def _why_bad_down(self, root: str, down: DownMeta, said: PartHeader, payload: bytearray) -> str:
+        """In a thread. Empty: the part is what its root signed, and finite."""
+        return why_bad_part(root, down.body, down.signature, said.hash, payload, self._geometry, said.part)
+
+    async def _hold(self, ref: api.PartRef, payload: bytes | bytearray) -> None:
+        if ref.part in self._refs or self._stopped or not await self._keeper.write(ref, payload):
+            return
+        self._refs[ref.part] = ref
+        self._machine.on_down_done(ref.part, trio.current_time())
+        self._duties.received_down(ref.part)
+        for index in self._machine.receivers(ref.part):
+            self._offer(index, Kind.DOWN, ref.part)
+        self._wake.set()
+
+    def _header(self, meta: bytes) -> PartHeader:
+        try:
+            return decode_body(PartHeader, self._meta.down(meta).body)
+        except WireError as error:
+            raise StrangerError(f"a DOWN frame's signed header does not decode: {error}") from error
+
+    # ---------------------------------------------------------------- summing
+
+    def _perform(self, decision: Decision, nursery: trio.Nursery) -> None:
+        self._duties.decided(decision.part)
+        if isinstance(decision, LeaveEmpty):
+            self._free(self._kept.pop(decision.part, {}))
+            return
+        self._working += 1
+        nursery.start_soon(self._sum, decision)
+
+    async def _sum(self, decision: Reduce | SendPartial) -> None:
+        try:
+            if isinstance(decision, SendPartial):
+                async with self._partial_places:
+                    await self._sum_for_parent(decision)
+            else:
+                async with self._sums:
+                    data, data_hash = await self._add_up(decision)
+                    if data:
+                        await self._publish(decision, data, data_hash)
+        finally:
+            self._working -= 1
+            self._wake.set()
+
+    async def _sum_for_parent(self, decision: SendPartial) -> None:
+        data, _ = await self._add_up(decision)
+        if not data or decision.parent in self._unreachable:
+            return
+        held = _Partial(parent=decision.parent, bitmap=decision.bitmap, data=data, taken=trio.Event())
+        self._partials[decision.part] = held
+        self._offer(decision.parent, Kind.UP, decision.part)
+        with trio.move_on_at(self._last_s):
+            await held.taken.wait()
+        del self._partials[decision.part]
+        self._duties.done(decision.parent, Kind.UP, decision.part)
+
+    async def _add_up(self, decision: Reduce | SendPartial) -> tuple[bytes, bytes]:
+        """The encoded sum or mean, and its hash; empty when it cannot be encoded."""
+        payloads = self._kept.pop(decision.part, {})
+        try:
+            return await self._threads.compute(partial(self._compute, decision, payloads))
+        except CodecError as error:
+            self._machine.dropped[f"a sum that cannot be sent: {error}"] += 1
+            return b"", b""
+        finally:
+            self._free(payloads)
+
+    def _compute(self, decision: Reduce | SendPartial, payloads: dict[int, bytearray]) -> tuple[bytes, bytes]:
+        """In a thread: sum in the stated order (protocol section 4, rule 6), then encode once."""
+        part, geometry = decision.part, self._geometry
+        weights = self._machine.weights(part)
+        total = PartSum(geometry.part_size(part), geometry.sum_codec)
+        for index in decision.order:
+            if index == self._me:
+                assert self._outbox is not None, "only contributors sum"
+                total.add_leaf(weights[index], geometry.codec, self._outbox.read(part))
+            elif self._machine.sends_partial(index, part):
+                total.add_partial(payloads[index])
+            else:
+                total.add_leaf(weights[index], geometry.codec, payloads[index])
+        if isinstance(decision, SendPartial):
+            return total.partial(), b""
+        encoding: Codec = geometry.codec
+        data = encoding.encode(total.mean(decision.weight))
+        return data, chunk_hash(data)
+
+    async def _publish(self, decision: Reduce, data: bytes, data_hash: bytes) -> None:
+        wanted = api.HeaderWanted(
+            roster_id=self.roster_id,
+            part=decision.part,
+            bitmap=decision.bitmap,
+            hash=data_hash,
+            length=len(data),
+        )
+        ref: api.PartRef | None = None
+        with trio.move_on_after(HEADER_TIMEOUT_S):
+            ref = await self._want_header(wanted)
+        if ref is not None:
+            await self._hold(ref, data)
+
+    def _free(self, payloads: dict[int, bytearray]) -> None:
+        for sender, payload in payloads.items():
+            self._waiting_bytes[sender] -= len(payload)
+        self._room.unpark_all()
+
+
+def why_bad_part(
+    root: str,
+    body: bytes,
+    signature: bytes,
+    part_hash: bytes,
+    payload: bytes | bytearray,
+    geometry: Geometry,
+    part: int,
+) -> str:
+    """Empty: `payload` is the part that `root` signed, and every value in it is finite. Runs in a thread."""
+    if chunk_hash(payload) != part_hash:
+        return "a part whose bytes do not match its header"
+    try:
+        geometry.codec.check(payload, geometry.part_size(part))
+    except CodecError as error:
+        return f"a part that does not decode: {error}"
+    if not verify(root, signing_bytes(PartHeader, body), signature):
+        return "a part whose header is not signed by its root"
+    return ""
+
+
+def _view(request: api.Exchange, geometry: Geometry) -> ExchangeView:
+    plan = Plan(shards=tuple(Shard(share=shard.share, parents=shard.parents) for shard in request.shards))
+    return ExchangeView(
+        my_index=request.my_index,
+        contributing=request.contributing,
+        plan=plan,
+        dealt=deal(request.base, geometry.part_count, plan),
+        tokens=request.tokens,
+        weight_cap_ratio=request.weight_cap_ratio,
+        durations_s=request.durations_s,
+        progress_s=request.progress_s,
+        slack_s=request.slack_s,
+        elements=geometry.elements,
+        part_elements=geometry.part_elements,
+        codec=geometry.codec.name,
+        sum_codec=geometry.sum_codec.name,
+    )
+
+
+def _rate(size: int, seconds: float) -> float | None:
+    return size / seconds if size >= MIN_RATED_BYTES and seconds > 0 else None

@@ -1,0 +1,169 @@
+"""How two engines prove their peer ids to each other without libp2p (design section 8).
+
+The dialled side shows a certificate whose SHA-256 stands in its signed membership record. The dialling side shows a
+one-time token that it got from the other's daemon over the authenticated control stream:
+
+    hello   "ATL1", lane, lanes, length of peer id, peer id (64 bytes, padded), token (32 bytes)
+    answer  one byte, 1; anything else, or the end of the stream, is a refusal
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import struct
+from dataclasses import dataclass, field
+
+import trio
+
+from node.engine import tls
+from node.errors import StrangerError
+from node.peer_id import MAX_PEER_ID_CHARACTERS, public_key_of
+
+MAX_LANES = 8
+TOKEN_BYTES = 32
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For TLS and hello together: six round trips of 1.6 s."""
+CONNECT_TIMEOUT_S = 5.0
+MAX_TOKENS = 4096
+
+_MAGIC = b"ATL1"
+_HELLO = struct.Struct("<4sBBH64s32s")
+_ACCEPTED = b"\x01"
+
+Stream = trio.SSLStream
+
+
+class HandshakeFailed(Exception):
+    """The other end is not reachable or not who it should be; the message says which."""
+
+
+@dataclass(slots=True)
+class _Token:
+    peer_id: str
+    expires_at: float
+    lanes_used: set[int] = field(default_factory=set)
+    lanes: int | None = None
+
+
+class TokenBook:
+    """Tokens given out for connections towards us: valid once (each lane of one group once) until they expire."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[bytes, _Token] = {}
+
+    def add(self, peer_id: str, token: bytes, expires_s: float) -> None:
+        now = trio.current_time()
+        for old in [key for key, entry in self._tokens.items() if entry.expires_at < now]:
+            del self._tokens[old]
+        while len(self._tokens) >= MAX_TOKENS:
+            del self._tokens[next(iter(self._tokens))]
+        self._tokens[token] = _Token(peer_id, now + expires_s)
+
+    def redeem(self, peer_id: str, token: bytes, lane: int, lanes: int) -> bool:
+        entry = self._tokens.get(token)
+        if entry is None or entry.peer_id != peer_id or entry.expires_at < trio.current_time():
+            return False
+        if not 0 <= lane < lanes <= MAX_LANES or lane in entry.lanes_used or entry.lanes not in (None, lanes):
+            return False
+        entry.lanes = lanes
+        entry.lanes_used.add(lane)
+        if len(entry.lanes_used) == lanes:
+            del self._tokens[token]
+        return True
+
+
+async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: bytes, lane: int, lanes: int) -> Stream:
+    """An authenticated lane to the engine at `address` (`host:port`). `peer_id` is ours. Raises `HandshakeFailed`."""
+    try:
+        host, port = split_address(address)
+        with trio.fail_after(CONNECT_TIMEOUT_S):
+            tcp = await trio.open_tcp_stream(host, port)
+    except (OSError, ValueError, trio.TooSlowError) as error:
+        raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+    stream = trio.SSLStream(tcp, tls.client_context(), https_compatible=True)
+    try:
+        with trio.fail_after(HANDSHAKE_TIMEOUT_S):
+            await stream.do_handshake()
+            certificate = stream.getpeercert(binary_form=True)
+            if not isinstance(certificate, bytes) or hashlib.sha256(certificate).digest() != certificate_sha256:
+                raise HandshakeFailed(f"{address} shows another certificate than its membership record names")
+            if stream.selected_alpn_protocol() != tls.ALPN:
+                raise HandshakeFailed(f"{address} does not speak {tls.ALPN}")
+            name = peer_id.encode()
+            await stream.send_all(_HELLO.pack(_MAGIC, lane, lanes, len(name), name, token))
+            if await stream.receive_some(1) != _ACCEPTED:
+                raise HandshakeFailed(f"{address} refused our token")
+    except HandshakeFailed:
+        await trio.aclose_forcefully(tcp)
+        raise
+    except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        await trio.aclose_forcefully(tcp)
+        raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+    except BaseException:
+        await trio.aclose_forcefully(tcp)
+        raise
+    return stream
+
+
+async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenBook) -> tuple[str, bytes, Stream]:
+    """The peer id behind an incoming connection, the token that names its group, and the lane.
+
+    Raises `StrangerError`; the caller closes `tcp`.
+    """
+    try:
+        with trio.fail_after(HANDSHAKE_TIMEOUT_S):
+            await _expect_tls_record(tcp)
+            stream = trio.SSLStream(tcp, context, server_side=True, https_compatible=True)
+            await stream.do_handshake()
+            if stream.selected_alpn_protocol() != tls.ALPN:
+                raise StrangerError(f"a connection without ALPN {tls.ALPN}")
+            hello = await receive_exactly(stream, _HELLO.size)
+            magic, lane, lanes, name_length, name, token = _HELLO.unpack(hello)
+            if magic != _MAGIC or name_length > MAX_PEER_ID_CHARACTERS:
+                raise StrangerError("a hello that is not ours")
+            try:
+                peer_id = name[:name_length].decode("ascii")
+            except UnicodeDecodeError:
+                raise StrangerError("a hello whose peer id is not text") from None
+            public_key_of(peer_id)
+            if not tokens.redeem(peer_id, token, lane, lanes):
+                raise StrangerError("a hello with an unknown, used or expired token")
+            await stream.send_all(_ACCEPTED)
+    except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.EndOfChannel) as error:
+        raise StrangerError(f"a broken handshake: {_describe(error)}") from error
+    except trio.TooSlowError:
+        raise StrangerError(f"a handshake of more than {HANDSHAKE_TIMEOUT_S:g} s") from None
+    return peer_id, token, stream
+
+
+async def _expect_tls_record(tcp: trio.SocketStream) -> None:
+    """Random bytes are turned away before any cryptography is spent on them."""
+    first = await tcp.socket.recv(1, trio.socket.MSG_PEEK)
+    if first != b"\x16":
+        raise StrangerError("a connection that does not begin with TLS")
+
+
+async def receive_exactly(stream: Stream, size: int) -> bytearray:
+    """`size` bytes of `stream`. Raises `trio.EndOfChannel` when it ends before."""
+    data = bytearray()
+    while len(data) < size:
+        chunk = await stream.receive_some(size - len(data))
+        if not chunk:
+            raise trio.EndOfChannel
+        data += chunk
+    return data
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`. Raises `ValueError`."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host:
+        raise ValueError(f"{address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, trio.TooSlowError):
+        return "no answer in time"
+    return str(error) or type(error).__name__

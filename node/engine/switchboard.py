@@ -1,0 +1,276 @@
+"""Who this engine is connected to: listener, dialling, tokens, and the directory of peers (design section 8).
+
+Only one side of a pair needs to be reachable. When both are, the one with the smaller peer id dials; the other does so
+only after `TAKEOVER_S` without a connection. Two groups of lanes that meet join into one link.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+
+from node.engine.api import Peer
+from node.engine.handshake import HandshakeFailed, Stream, TokenBook, accept, dial
+from node.engine.link import Link, Receiver
+from node.engine.strangers import Stranger, Strangers
+from node.errors import AtollError, StrangerError
+
+LANES = 4
+TAKEOVER_S = 1.0
+TOKEN_TIMEOUT_S = 10.0
+DIAL_ATTEMPTS = 3
+RETRY_DELAY_S = 0.5
+REPLACED_AFTER_S = 5.0
+"""New lanes of a peer whose link is older than this mean that it has lost that link: it is replaced, not joined."""
+BACKLOG = 512
+
+
+class Unreachable(AtollError):
+    """No link to a peer could be made; the message says why."""
+
+
+class LinkWatcher(Receiver, Protocol):
+    def link_up(self, link: Link) -> None: ...
+
+    def link_down(self, link: Link) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Contact:
+    peer: Peer
+    dialling: trio.Lock = field(default_factory=trio.Lock)
+    arrived: trio.Event = field(default_factory=trio.Event)
+    token_event: trio.Event | None = None
+    token: bytes | None = None
+
+
+class Switchboard:
+    def __init__(
+        self,
+        *,
+        nursery: trio.Nursery,
+        peer_id: str,
+        watcher: LinkWatcher,
+        want_token: Callable[[str], Awaitable[None]],
+        dropped: Counter[str],
+    ) -> None:
+        """`want_token` asks the daemon for a token towards a peer; `dropped` counts rejected input by reason."""
+        self.tokens = TokenBook()
+        self._nursery = nursery
+        self._peer_id = peer_id
+        self._watcher = watcher
+        self._want_token = want_token
+        self._dropped = dropped
+        self._contacts: dict[str, _Contact] = {}
+        self._links: dict[str, Link] = {}
+        self._strangers = Strangers()
+        self.closed_sent_bytes = 0
+        """Over links that are closed."""
+        self.closed_received_bytes = 0
+
+    # ---------------------------------------------------------------- directory
+
+    @property
+    def connections(self) -> int:
+        return sum(link.lanes for link in self._links.values()) + len(self._strangers)
+
+    def links(self) -> list[Link]:
+        return list(self._links.values())
+
+    def link(self, peer_id: str) -> Link | None:
+        return self._links.get(peer_id)
+
+    def set_peers(self, peers: tuple[Peer, ...]) -> None:
+        """Replace the directory; links to peers that are no longer in it are closed."""
+        listed = {peer.peer_id: peer for peer in peers if peer.peer_id != self._peer_id}
+        for peer_id in [peer_id for peer_id in self._contacts if peer_id not in listed]:
+            del self._contacts[peer_id]
+            if link := self._links.get(peer_id):
+                link.close()
+        for peer_id, peer in listed.items():
+            contact = self._contacts.get(peer_id)
+            if contact is None:
+                self._contacts[peer_id] = _Contact(peer)
+                if peer_id in self._links:
+                    self._contacts[peer_id].arrived.set()
+            else:
+                contact.peer = peer
+
+    def dial_token(self, peer_id: str, token: bytes | None) -> None:
+        """The daemon's answer to `want_token`."""
+        contact = self._contacts.get(peer_id)
+        if contact is not None and contact.token_event is not None:
+            contact.token = token
+            contact.token_event.set()
+
+    # ---------------------------------------------------------------- dialling
+
+    async def reach(self, peer_id: str, *, within_s: float, eager: bool = False) -> Link:
+        """A link to `peer_id`, made if there is none. `eager` dials at once, whoever's turn it is.
+
+        Raises `Unreachable`.
+        """
+        if link := self._links.get(peer_id):
+            return link
+        contact = self._contacts.get(peer_id)
+        if contact is None:
+            raise Unreachable(f"{peer_id} is not in the directory of engines")
+        why = "no connection in time"
+        with trio.move_on_after(within_s):
+            async with contact.dialling:
+                if not contact.peer.addresses:
+                    why = "it has no address that can be dialled, and it did not dial"
+                elif not eager and contact.peer.peer_id < self._peer_id:
+                    with trio.move_on_after(TAKEOVER_S):
+                        await contact.arrived.wait()
+                if peer_id not in self._links and contact.peer.addresses:
+                    try:
+                        await self._dial(contact)
+                    except HandshakeFailed as error:
+                        why = str(error)
+                await contact.arrived.wait()
+        if link := self._links.get(peer_id):
+            return link
+        raise Unreachable(f"{peer_id} cannot be reached: {why}")
+
+    async def _dial(self, contact: _Contact) -> None:
+        token = await self._token(contact)
+        failures = []
+        for attempt in range(DIAL_ATTEMPTS):
+            if attempt:
+                await trio.sleep(RETRY_DELAY_S * 2**attempt)
+            for address in contact.peer.addresses:
+                if contact.arrived.is_set():
+                    return
+                try:
+                    stream = await self._dial_lane(contact, address, token, 0)
+                except HandshakeFailed as error:
+                    failures.append(str(error))
+                    continue
+                self._add_lane(contact.peer.peer_id, token, stream)
+                for lane in range(1, LANES):
+                    self._nursery.start_soon(self._dial_more, contact, address, token, lane)
+                return
+        raise HandshakeFailed("; ".join(dict.fromkeys(failures)))
+
+    async def _dial_more(self, contact: _Contact, address: str, token: bytes, lane: int) -> None:
+        try:
+            stream = await self._dial_lane(contact, address, token, lane)
+        except HandshakeFailed:
+            return  # the lanes that stand carry everything
+        if contact.peer.peer_id in self._links:
+            self._add_lane(contact.peer.peer_id, token, stream)
+        else:
+            await trio.aclose_forcefully(stream.transport_stream)
+
+    async def _dial_lane(self, contact: _Contact, address: str, token: bytes, lane: int) -> Stream:
+        return await dial(
+            address,
+            certificate_sha256=contact.peer.certificate_sha256,
+            peer_id=self._peer_id,
+            token=token,
+            lane=lane,
+            lanes=LANES,
+        )
+
+    async def _token(self, contact: _Contact) -> bytes:
+        contact.token_event, contact.token = trio.Event(), None
+        try:
+            await self._want_token(contact.peer.peer_id)
+            with trio.move_on_after(TOKEN_TIMEOUT_S):
+                await contact.token_event.wait()
+        finally:
+            contact.token_event = None
+        token: bytes | None = contact.token
+        if token is None:
+            raise HandshakeFailed("its daemon gave no token")
+        return token
+
+    # ---------------------------------------------------------------- listening
+
+    async def listen(self, host: str, port: int, context: ssl.SSLContext) -> int:
+        """Accept connections; returns the port. Raises `OSError` when it cannot be bound."""
+        listeners = await trio.open_tcp_listeners(port, host=host or None, backlog=BACKLOG)
+        bound = int(listeners[0].socket.getsockname()[1])
+        for listener in listeners:
+            self._nursery.start_soon(self._accept_all, listener, context)
+        return bound
+
+    async def _accept_all(self, listener: trio.SocketListener, context: ssl.SSLContext) -> None:
+        async with listener:
+            while True:
+                try:
+                    tcp = await listener.accept()
+                except OSError as error:
+                    # Out of descriptors or the like: others will be freed; accepting again at once would only spin.
+                    self._dropped[f"accept: {error.strerror}"] += 1
+                    await trio.sleep(0.1)
+                    continue
+                stranger = self._strangers.admit(_host_of(tcp))
+                if stranger is None:
+                    self._dropped["too many unauthenticated connections"] += 1
+                    await trio.aclose_forcefully(tcp)
+                else:
+                    self._nursery.start_soon(self._welcome, tcp, stranger, context)
+
+    async def _welcome(self, tcp: trio.SocketStream, stranger: Stranger, context: ssl.SSLContext) -> None:
+        authenticated: tuple[str, bytes, Stream] | None = None
+        try:
+            with stranger.scope:
+                authenticated = await accept(tcp, context, self.tokens)
+        except StrangerError as error:
+            self._dropped[_reason(error)] += 1
+        finally:
+            self._strangers.leave(stranger)
+            if authenticated is None:
+                await trio.aclose_forcefully(tcp)
+        if authenticated is not None:
+            self._add_lane(*authenticated)
+
+    def _add_lane(self, peer_id: str, group: bytes, stream: Stream) -> None:
+        """`group` is the token under which the lane was opened."""
+        link = self._links.get(peer_id)
+        if link is not None and (
+            link.closed or (group not in link.groups and trio.current_time() - link.since > REPLACED_AFTER_S)
+        ):
+            link.close()
+            self._forget(link)
+            link = None
+        if link is None:
+            link = self._links[peer_id] = Link(peer_id, self._watcher)
+            if contact := self._contacts.get(peer_id):
+                contact.arrived.set()
+            self._watcher.link_up(link)
+        link.groups.add(group)
+        self._nursery.start_soon(self._carry, link, stream)
+
+    async def _carry(self, link: Link, stream: Stream) -> None:
+        try:
+            await link.run_lane(stream)
+        finally:
+            self._forget(link)
+
+    def _forget(self, link: Link) -> None:
+        if self._links.get(link.peer_id) is link:
+            del self._links[link.peer_id]
+            if contact := self._contacts.get(link.peer_id):
+                contact.arrived = trio.Event()
+            self.closed_sent_bytes += link.sending.bytes
+            self.closed_received_bytes += link.receiving.bytes
+            self._watcher.link_down(link)
+
+
+def _host_of(tcp: trio.SocketStream) -> str:
+    try:
+        return str(tcp.socket.getpeername()[0])
+    except OSError:
+        return "gone"
+
+
+def _reason(error: StrangerError) -> str:
+    return str(error).split(":")[0]

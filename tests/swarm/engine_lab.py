@@ -1,0 +1,444 @@
+"""Real engine processes on loopback, with the test in the place of their daemons and supervisors."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import trio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
+
+from node.daemon.engine_client import EngineClient
+from node.engine import api
+from node.peer_id import peer_id_of
+from node.supervisor import link as supervisor_link
+from protocol.messages import PartHeader
+from protocol.names import digest
+from protocol.plan import Plan
+from protocol.planning import flat_plan
+from protocol.wire import encode_body, signing_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    elements: int = 5 * 1024 + 512
+    buffer_elements: int = 768
+    part_elements: int = 1024
+    codec: str = "int8"
+    threads: int = 2
+
+    @property
+    def part_count(self) -> int:
+        return -(-self.elements // self.part_elements)
+
+
+def certificate() -> tuple[bytes, bytes, bytes]:
+    """A self-signed certificate: PEM, key PEM, SHA-256 of its DER."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=30))
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    key_pem = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    der = made.public_bytes(serialization.Encoding.DER)
+    return made.public_bytes(pem), key_pem, hashlib.sha256(der).digest()
+
+
+@dataclass(eq=False, kw_only=True)
+class LabEngine:
+    """One engine process, its memory, and the daemon's part played by `Lab`."""
+
+    lab: Lab
+    directory: Path
+    key: Ed25519PrivateKey
+    memory: tuple[int, int, int]
+    theta: np.ndarray
+    momentum: np.ndarray
+    delta: np.ndarray
+    certificate: tuple[bytes, bytes, bytes]
+    peer_id: str
+    dialable: bool = True
+    process: subprocess.Popen[bytes] | None = None
+    supervisor: socket.socket | None = None
+    client: EngineClient | None = None
+    port: int = 0
+    held: dict[bytes, api.PartRef] = field(default_factory=dict)
+    ended: dict[bytes, api.ExchangeEnded] = field(default_factory=dict)
+    rates: list[api.PeerRate] = field(default_factory=list)
+    changed: trio.Event = field(default_factory=trio.Event)
+    refuse_headers: bool = False
+
+    @property
+    def ask(self) -> EngineClient:
+        assert self.client is not None
+        return self.client
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    async def start(self) -> None:
+        """Start the process, as the supervisor does."""
+        self.supervisor, theirs = socket.socketpair()
+        environment = os.environ | {
+            supervisor_link.SUPERVISOR_VARIABLE: str(theirs.fileno()),
+            "MALLOC_ARENA_MAX": "2",
+        }
+        command = (sys.executable, "-P", "-m", "node.engine")
+        self.process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
+        theirs.close()
+        await self.connect()
+
+    async def connect(self) -> None:
+        """A new daemon for the engine that runs."""
+        assert self.supervisor is not None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        supervisor_link.send(self.supervisor, {"op": "daemon"}, (theirs.fileno(),))
+        theirs.close()
+        self.client = EngineClient(ours)
+        self.lab.nursery.start_soon(self.client.run)
+        self.lab.nursery.start_soon(self._play_daemon, self.client)
+        sizes = self.lab.sizes
+        opened = await self.client.open(
+            api.Open(
+                id=0,
+                directory=str(self.directory),
+                peer_id=self.peer_id,
+                certificate_pem=self.certificate[0],
+                key_pem=self.certificate[1],
+                listen_host="127.0.0.1",
+                listen_port=0,
+                elements=sizes.elements,
+                buffer_elements=sizes.buffer_elements,
+                part_elements=sizes.part_elements,
+                codec=sizes.codec,
+                sum_codec="sum16",
+                momentum=0.9,
+                keep_rounds=self.lab.keep_rounds,
+                keep_snapshots=2,
+                disk_limit_bytes=0,
+                threads=sizes.threads,
+            ),
+            fds=self.memory,
+        )
+        self.port = opened.port
+
+    async def _play_daemon(self, client: EngineClient) -> None:
+        async for event in client.events:
+            match event:
+                case api.TokenWanted():
+                    self.lab.nursery.start_soon(self._give_token, client, event.peer_id)
+                case api.HeaderWanted():
+                    header = None if self.refuse_headers else self.sign(event)
+                    self.lab.nursery.start_soon(self._give_header, client, event, header)
+                case api.PartHeld():
+                    self.held[event.header.hash] = event.header
+                case api.ExchangeEnded():
+                    self.ended[event.roster_id] = event
+                case api.PeerRate():
+                    self.rates.append(event)
+            self.changed.set()
+            self.changed = trio.Event()
+
+    async def _give_token(self, client: EngineClient, peer_id: str) -> None:
+        """What two daemons do over their control stream."""
+        token: bytes | None = secrets.token_bytes(32)
+        try:
+            await self.lab.by_id[peer_id].ask.accept_token(peer_id=self.peer_id, token=token or b"", expires_s=20)
+        except (KeyError, trio.BrokenResourceError):
+            token = None
+        try:
+            await client.dial_token(peer_id=peer_id, token=token)
+        except trio.BrokenResourceError:
+            return
+
+    async def _give_header(self, client: EngineClient, wanted: api.HeaderWanted, header: api.PartRef | None) -> None:
+        try:
+            await client.signed_header(roster_id=wanted.roster_id, part=wanted.part, header=header)
+        except trio.BrokenResourceError:
+            return
+
+    def sign(self, wanted: api.HeaderWanted) -> api.PartRef:
+        header = PartHeader(
+            roster_id=wanted.roster_id,
+            part=wanted.part,
+            bitmap=wanted.bitmap,
+            hash=wanted.hash,
+            length=wanted.length,
+        )
+        body = encode_body(header)
+        return api.PartRef(
+            roster_id=wanted.roster_id,
+            part=wanted.part,
+            bitmap=wanted.bitmap,
+            hash=wanted.hash,
+            length=wanted.length,
+            root=self.peer_id,
+            body=body,
+            signature=self.key.sign(signing_bytes(PartHeader, body)),
+        )
+
+    async def until(self, what: str, condition: object) -> None:
+        assert callable(condition)
+        with trio.move_on_after(60) as waiting:
+            while not condition():
+                await self.changed.wait()
+        assert not waiting.cancelled_caught, f"{self.peer_id} did not reach: {what}"
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    async def stop(self) -> None:
+        """As the supervisor ends: the engine must follow by itself."""
+        if self.client is not None:
+            self.client.close()
+        if self.supervisor is not None:
+            self.supervisor.close()
+        if self.process is not None:
+            try:
+                await trio.to_thread.run_sync(self.process.wait, 10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+                raise
+        for fd in self.memory:
+            os.close(fd)
+
+    def resident(self) -> tuple[int, int]:
+        """Bytes of its own and of shared memory."""
+        values = {"RssAnon": 0, "RssShmem": 0, "RssFile": 0}
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in values:
+                values[name] = int(rest.split()[0]) * 1024
+        return values["RssAnon"] + values["RssFile"], values["RssShmem"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Lab:
+    nursery: trio.Nursery
+    directory: Path
+    sizes: Sizes
+    keep_rounds: int = 20
+    engines: list[LabEngine] = field(default_factory=list)
+    by_id: dict[str, LabEngine] = field(default_factory=dict)
+
+    async def add(self, *, dialable: bool = True) -> LabEngine:
+        number = len(self.by_id)
+        sizes = self.sizes
+        lengths = (sizes.elements, sizes.elements - sizes.buffer_elements, sizes.elements)
+        memory, vectors = [], []
+        for length in lengths:
+            fd = os.memfd_create("lab", os.MFD_CLOEXEC)
+            os.ftruncate(fd, 4 * length)
+            memory.append(fd)
+            vectors.append(np.memmap(f"/proc/self/fd/{fd}", np.float32, "r+", shape=(length,)))
+        key = Ed25519PrivateKey.from_private_bytes(bytes([number + 1] * 32))
+        engine = LabEngine(
+            lab=self,
+            directory=self.directory / f"engine{number}",
+            key=key,
+            memory=(memory[0], memory[1], memory[2]),
+            theta=vectors[0],
+            momentum=vectors[1],
+            delta=vectors[2],
+            certificate=certificate(),
+            peer_id=peer_id_of(key.public_key().public_bytes_raw()),
+            dialable=dialable,
+        )
+        self.by_id[engine.peer_id] = engine
+        self.engines.append(engine)
+        await engine.start()
+        await self.introduce()
+        return engine
+
+    async def introduce(self) -> None:
+        """Every engine learns where the others are."""
+        peers = tuple(
+            api.Peer(
+                peer_id=engine.peer_id,
+                addresses=(f"127.0.0.1:{engine.port}",) if engine.dialable else (),
+                certificate_sha256=engine.certificate[2],
+            )
+            for engine in self.engines
+        )
+        for engine in self.engines:
+            await engine.ask.set_peers(peers)
+
+    async def load_initial(self, theta: np.ndarray) -> bytes:
+        """Give all engines the same S_0; returns its hash."""
+        from safetensors.numpy import save
+
+        data = save({"theta": theta.astype(np.float32)})
+        from blake3 import blake3
+
+        artifact = blake3(data).digest()
+        found = set()
+        for engine in self.engines:
+            path = engine.directory / "artifacts" / artifact.hex()
+            path.write_bytes(data)
+            found.add((await engine.ask.load_initial(hash=artifact)).state_hash)
+        assert len(found) == 1
+        return found.pop()
+
+
+@dataclass(kw_only=True)
+class Round:
+    """One exchange over some engines, in ascending order of peer id."""
+
+    lab: Lab
+    number: int
+    engines: list[LabEngine]
+    tokens: list[tuple[tuple[int, int], ...]]
+    plan: Plan
+    duration_s: float = 20.0
+    progress_s: float = 5.0
+    attempt: int = 0
+
+    @property
+    def base(self) -> bytes:
+        return digest(b"lab base", self.number.to_bytes(4, "big"))
+
+    @property
+    def roster_id(self) -> bytes:
+        return digest(b"lab roster", self.base, bytes([self.attempt]))
+
+    def requests(self, encoded: Sequence[api.Encoded]) -> list[api.Exchange]:
+        contributing = sum(1 << index for index, runs in enumerate(self.tokens) if any(tokens for _, tokens in runs))
+        levels = max(max(_heights(shard.parents)) for shard in self.plan.shards)
+        return [
+            api.Exchange(
+                id=0,
+                roster_id=self.roster_id,
+                base=self.base,
+                my_index=index,
+                peers=tuple(one.peer_id for one in self.engines),
+                contributing=contributing,
+                tokens=tuple(self.tokens),
+                shards=tuple(api.ShardPlan(share=shard.share, parents=shard.parents) for shard in self.plan.shards),
+                durations_s=(self.duration_s,) * (levels + 1),
+                progress_s=self.progress_s,
+                slack_s=1.0,
+                leaf_signatures=tuple(
+                    engine.key.sign(api.leaf_message(self.base, part, part_hash))
+                    for part, part_hash in enumerate(encoded[index].hashes)
+                )
+                if contributing >> index & 1
+                else (),
+                largest=tuple(one.largest for one in encoded),
+            )
+            for index, engine in enumerate(self.engines)
+        ]
+
+    async def encode(self) -> list[api.Encoded]:
+        return [await engine.ask.encode(base=self.base) for engine in self.engines]
+
+    async def start(self) -> None:
+        for engine, request in zip(self.engines, self.requests(await self.encode()), strict=True):
+            await engine.ask.exchange(request)
+
+    async def finish(self, engines: Sequence[LabEngine] | None = None) -> tuple[api.PartRef | None, ...]:
+        """Wait for the end at `engines`; returns the parts that they hold, which must be the same."""
+        found = []
+        for engine in engines or self.engines:
+            await engine.until("the exchange's end", lambda engine=engine: self.roster_id in engine.ended)
+            found.append(self.held_by(engine))
+        longest = max(found, key=lambda refs: sum(ref is not None for ref in refs))
+        expected = {ref.hash for ref in longest if ref is not None}
+        for engine in engines or self.engines:
+            await engine.until("all parts", lambda engine=engine: expected <= set(engine.held))
+        return longest
+
+    def held_by(self, engine: LabEngine) -> tuple[api.PartRef | None, ...]:
+        mine = {ref.part: ref for ref in engine.held.values() if ref.roster_id == self.roster_id}
+        return tuple(mine.get(part) for part in range(self.lab.sizes.part_count))
+
+    async def apply(
+        self, refs: tuple[api.PartRef | None, ...], engines: Sequence[LabEngine] | None = None, *, lr: float = 0.6
+    ) -> list[api.Applied]:
+        answers = []
+        for engine in engines or self.engines:
+            await engine.ask.stop_exchange(roster_id=self.roster_id)
+            answers.append(await engine.ask.apply(self.apply_request(engine, refs, lr=lr)))
+            hashes = tuple(ref.hash for ref in refs if ref is not None)
+            await engine.ask.keep_commits(round=self.number, hashes=hashes)
+        return answers
+
+    def apply_request(self, engine: LabEngine, refs: tuple[api.PartRef | None, ...], *, lr: float = 0.6) -> api.Apply:
+        index = self.engines.index(engine)
+        return api.Apply(
+            id=0,
+            base=self.base,
+            new_round=self.number + 1,
+            headers=refs,
+            outer_lr=lr,
+            my_index=index,
+            contributed=any(tokens for _, tokens in self.tokens[index]),
+        )
+
+
+def flat_round(lab: Lab, number: int, *, tokens: Sequence[int] | None = None, **settings: object) -> Round:
+    engines = sorted(lab.engines, key=lambda engine: engine.peer_id)
+    counts = list(tokens or [1000 + 100 * index for index in range(len(engines))])
+    contributing = sum(1 << index for index, count in enumerate(counts) if count)
+    return Round(
+        lab=lab,
+        number=number,
+        engines=engines,
+        tokens=[((lab.sizes.part_count, count),) if count else () for count in counts],
+        plan=flat_plan(len(engines), contributing),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def _heights(parents: Sequence[int]) -> list[int]:
+    heights = [0] * len(parents)
+    for _ in parents:
+        for index, parent in enumerate(parents):
+            if parent >= 0:
+                heights[parent] = max(heights[parent], heights[index] + 1)
+    return heights
+
+
+@asynccontextmanager
+async def lab(directory: Path, count: int, sizes: Sizes | None = None, *, keep_rounds: int = 20) -> AsyncIterator[Lab]:
+    """`count` engines that know each other; all processes end with the block."""
+    async with trio.open_nursery() as nursery:
+        made = Lab(nursery=nursery, directory=directory, sizes=sizes or Sizes(), keep_rounds=keep_rounds)
+        try:
+            for _ in range(count):
+                await made.add()
+            yield made
+        finally:
+            with trio.CancelScope(shield=True):
+                for engine in made.by_id.values():
+                    await engine.stop()
+            nursery.cancel_scope.cancel()
