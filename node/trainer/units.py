@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from node import artifacts
+from node.errors import AtollError
 from node.manifest import Manifest
 from node.trainer import documents, tokens
 from node.trainer.documents import DataError, Document
@@ -34,6 +35,9 @@ _KEPT_UNITS = 8
 """Units of a stream that can be asked for again: a step's batch may end in the middle of one."""
 _AHEAD_UNITS = 4
 """Units that a stream makes ahead, so that the network does not hold up a step."""
+_RESHARD_BELOW = 64
+"""With fewer files than this, row groups of parquet files are shards too, so that peers start at different places of
+one file. It reads the end of each file first, which many files would make long."""
 _END_WAIT_S = 5.0
 
 Sequences = npt.NDArray[np.int64]
@@ -162,9 +166,11 @@ class _Source:
             yield from documents.function_documents(self.data, self._allow_functions, seed=seed + epoch)
             return
         assert self.data.text_field is not None, "a valid manifest"
-        # Row groups of parquet files become shards, so that peers start at different places of one file.
-        rows = documents.dataset(self.data, self._directory).reshard()
-        rows = rows.shuffle(seed=seed, buffer_size=documents.SHUFFLE_DOCUMENTS)
+        rows = documents.dataset(self.data, self._directory)
+        if rows.num_shards < _RESHARD_BELOW:
+            rows = rows.reshard()
+        # One shard at a time: reading several at once holds all of them, and the library sleeps when its threads end.
+        rows = rows.shuffle(seed=seed, buffer_size=documents.SHUFFLE_DOCUMENTS, max_buffer_input_shards=1)
         rows.set_epoch(epoch)
         yield from documents.texts(rows, self.data.text_field)
 
@@ -218,7 +224,7 @@ class _Stream:
                 if not self._put(unit):
                     return
         except Exception as error:  # noqa: BLE001  (it is raised where the unit is asked for)
-            self._put(error if isinstance(error, DataError | tokens.TokensError) else _as_data_error(error))
+            self._put(error if isinstance(error, AtollError) else _as_data_error(error))
 
     def _put(self, item: Sequences | Exception) -> bool:
         while not self._closed.is_set():
