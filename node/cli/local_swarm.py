@@ -67,7 +67,7 @@ class LocalNode:
 
 
 class LocalSwarm:
-    """`with LocalSwarm(directory, nodes=4, run="tiny") as swarm: swarm.start_all(); swarm.wait_finished(timeout_s=600)`.
+    """`with LocalSwarm(directory, nodes=4, run="tiny", rounds=10) as swarm:`, then `start_all` and `wait_finished`.
 
     Nodes run in sessions of their own, and none outlives this process.
     """
@@ -149,17 +149,16 @@ class LocalSwarm:
         node = self.nodes[index]
         assert not node.running, f"node {index} runs already"
         endpoint = node.address.partition("/p2p/")[0]
-        arguments = ["--listen", endpoint, "--device", self._device, "--threads", str(self._threads)]
-        arguments += ["--name", f"node-{index}"]
+        command = [sys.executable, "-P", "-m", "node.cli.main", "daemon", "--home", str(node.home.path)]
+        command += ["--listen", endpoint, "--device", self._device, "--threads", str(self._threads)]
+        command += ["--name", f"node-{index}", *self._arguments]
         if index != 0 or join is not None:
-            arguments += ["--join", self.nodes[join or 0].address]
+            command += ["--join", self.nodes[join or 0].address]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
         environment[END_WITH_VARIABLE] = str(os.getpid())
         with (self.directory / f"node-{index}.out").open("ab") as output:
             node.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "node.cli.main", "daemon", "--home", str(node.home.path)]
-                + arguments
-                + list(self._arguments),
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

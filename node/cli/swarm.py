@@ -91,7 +91,7 @@ def run_swarm(
         rounds=rounds,
         overrides=overrides,
         device=device,
-        report=lambda text: sys.stderr.write(f"{text}\n"),
+        report=_report,
     ) as swarm:
         try:
             swarm.start_all()
@@ -240,6 +240,11 @@ def export_in_process(swarm: LocalSwarm, directory: Path) -> Path | None:
         sys.stderr.write(done.stderr)
         return None
     return directory
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
