@@ -18,11 +18,12 @@ import trio
 import node
 from node.daemon import http, rpc
 from node.daemon.identity import Identity, hold_identity
-from node.daemon.network import Network, RequestFailed, open_network
+from node.daemon.network import DuplicateIdentity, Network, PeerConnected, PeerDisconnected, PeerRefused, open_network
 from node.daemon.observations import Observations
 from node.daemon.session import RunSession
 from node.daemon.status_view import StatusView
 from node.daemon.store import load_manifest, save_manifest
+from node.daemon.streams import RequestFailed
 from node.daemon.supervisor_client import SupervisorClient
 from node.daemon.trainer_host import TrainerHost
 from node.errors import OperatorError
@@ -56,7 +57,6 @@ async def run_node(settings: DaemonSettings) -> None:
                 run_id=settings.run_digest,
                 version=node.__version__,
                 incarnation=incarnation,
-                name=settings.name,
             ) as network:
                 host = TrainerHost(home)
                 view = StatusView(
@@ -67,7 +67,9 @@ async def run_node(settings: DaemonSettings) -> None:
                     supervisor=supervisor,
                     observations=observations,
                 )
-                await nursery.start(host.run)
+                network.membership.publish(name=settings.name or "")
+                nursery.start_soon(_log_network, network, observations)
+                await nursery.start(host.run)  # type: ignore[arg-type]
                 bound = await nursery.start(partial(http.serve, view, home.control_socket, settings.http))
                 view.http = bound
                 await supervisor.ready(network.addresses, bound)
@@ -91,7 +93,8 @@ async def _live(
         nursery.start_soon(_end_when, stopped, view, nursery.cancel_scope)
         signed, manifest = await _obtain_manifest(settings, identity, network, observations)
         check_memory_for(manifest)
-        await network.set_run(signed.run_id)
+        if network.run_id is None:
+            await network.set_run(signed.run_id)
         network.serve(rpc.MANIFEST, partial(_answer_manifest, signed))
         session = RunSession(
             settings=settings,
@@ -134,6 +137,20 @@ async def _end_when(stopped: trio.Event, view: StatusView, scope: trio.CancelSco
     scope.cancel()
 
 
+async def _log_network(network: Network, observations: Observations) -> None:
+    async for event in network.changes:
+        match event:
+            case PeerConnected():
+                log.info("peer connected", peer=event.peer)
+            case PeerDisconnected():
+                log.info("peer gone", peer=event.peer, why=event.why)
+            case PeerRefused():
+                log.warning("peer refused", peer=event.peer, by_this_node=event.by_this_node, why=event.reason)
+            case DuplicateIdentity():
+                log.error("this node's identity is used twice", why=event.reason)
+                observations.count(["identity used twice"])
+
+
 async def _answer_manifest(signed: SignedManifest, peer: str, payload: bytes) -> bytes:
     return signed.encode()
 
@@ -150,22 +167,23 @@ async def _obtain_manifest(
             return decode_signed(signed.encode(), identity.verify)
     observations.setting_up("joining", f"asking {len(settings.join)} addresses for the run's manifest")
     refusals: dict[str, str] = {}
-    with trio.move_on_after(FIRST_PEER_S):
-        while True:
-            for peer in list(network.peers):
-                try:
-                    data = await network.request(peer, rpc.MANIFEST, b"", timeout_s=10.0)
-                    signed, manifest = decode_signed(data, identity.verify)
-                    if run is not None and signed.run_id != run:
-                        raise ManifestError(f"it is of run {signed.run_id.hex()[:16]}, not {run.hex()[:16]}")
-                except (RequestFailed, ManifestError, msgspec.DecodeError) as error:
-                    refusals[peer] = str(error)
-                    continue
-                await trio.to_thread.run_sync(save_manifest, home.manifest_file(signed.run_id), signed)
-                home.current_run_file.write_text(signed.run_id.hex() + "\n")
-                log.info("joined the run", name=manifest.name, run=signed.run_id.hex()[:16])
-                return signed, manifest
-            observations.setting_up("joining", network.reason())
-            await network.changed(within_s=1.0)
+    deadline = trio.current_time() + FIRST_PEER_S
+    while trio.current_time() < deadline:
+        for peer in list(network.peers):
+            try:
+                data = await network.request(peer, rpc.MANIFEST, b"", timeout_s=10.0)
+                signed, manifest = decode_signed(data, identity.verify)
+                if run is not None and signed.run_id != run:
+                    raise ManifestError(f"it is of run {signed.run_id.hex()[:16]}, not {run.hex()[:16]}")
+            except (RequestFailed, ManifestError, msgspec.DecodeError) as error:
+                refusals[peer] = str(error)
+                continue
+            await trio.to_thread.run_sync(save_manifest, home.manifest_file(signed.run_id), signed)
+            home.current_run_file.write_text(signed.run_id.hex() + "\n")
+            log.info("joined the run", name=manifest.name, run=signed.run_id.hex()[:16])
+            return signed, manifest
+        observations.setting_up("joining", network.reason())
+        with trio.move_on_after(1.0):
+            await network.links_changed().wait()
     why = "; ".join(f"{peer}: {reason}" for peer, reason in refusals.items()) or network.reason()
     raise OperatorError(f"no run found within {FIRST_PEER_S:.0f} s: {why}")

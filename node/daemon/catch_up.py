@@ -16,10 +16,11 @@ import trio
 
 from node.daemon import rpc
 from node.daemon.engine_client import EngineClient, EngineFailed
-from node.daemon.network import Network, RequestFailed
+from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import apply_request, part_ref
 from node.daemon.store import Store
+from node.daemon.streams import RequestFailed
 from node.errors import AtollError, StrangerError
 from node.manifest import Manifest
 from protocol.chain import ChainState

@@ -125,9 +125,10 @@ class Driver:
 
     async def _next_event(self) -> events.Event | _ApplyDone:
         wait_s = max(0.0, self.machine.next_wakeup_s - trio.current_time())
+        event: events.Event | _ApplyDone = events.Tick()
         with trio.move_on_after(wait_s):
-            return await self._receive.receive()
-        return events.Tick()
+            event = await self._receive.receive()
+        return event
 
     async def _from_network(self) -> None:
         async for peer, data in self._network.inbox:

@@ -13,7 +13,6 @@ from functools import partial
 
 import structlog
 import trio
-from protocol.peer import PeerMachine
 
 from node.daemon import rpc
 from node.daemon.catch_up import CatchUp
@@ -21,10 +20,11 @@ from node.daemon.contribution import WorkLedger
 from node.daemon.driver import Behind, Driver, Over
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.identity import Identity, create_data_certificate
-from node.daemon.network import Network, RequestFailed
+from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import signed_header
 from node.daemon.store import JournalState, Store
+from node.daemon.streams import RequestFailed
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
 from node.daemon.trainer_host import TrainerHost
 from node.daemon.training import Training
@@ -35,6 +35,7 @@ from node.settings import DaemonSettings
 from protocol import events
 from protocol.messages import Commit, PartHeader
 from protocol.names import Base
+from protocol.peer import PeerMachine
 
 ARTIFACT_TIMEOUT_S = 3600.0
 ARTIFACT_RETRY_S = 2.0

@@ -69,6 +69,8 @@ class Training:
         self._encoded: api.Encoded | None = None
         self._frozen = False
         """Whether the machine has been told Frozen for this round."""
+        self._applying = False
+        """The engine writes theta and delta: nobody is welcomed."""
         self._welcomed_round: int | None = None
         """Round that the attached trainer works in; None: it waits for a Welcome or a Committed."""
         self._let_go = trio.Event()
@@ -92,6 +94,7 @@ class Training:
         self._contribution = None
         self._encoded = None
         self._frozen = False
+        self._applying = False
         self._let_go = trio.Event()
         start = self._start(state)
         if start is None:
@@ -145,6 +148,8 @@ class Training:
         start = self._start(state)
         if start is None:
             return wire.Waiting(reason=self._waiting_reason)
+        if self._applying:
+            return wire.Waiting(reason=f"the commit of round {start.round} is being applied")
         if self._contribution is not None or self._frozen:
             return wire.Waiting(reason=f"the contribution of round {start.round} is already handed over")
         self._welcomed_round = start.round
@@ -292,6 +297,7 @@ class Training:
     async def surrender(self) -> bool:
         """Get the vectors for a commit. False: the trainer held work back and was cut off; it starts again from θ."""
         state = self._state
+        self._applying = True
         if state is None or self._host.vectors_free:
             return True
         step_s = self._progress.step_s if self._progress is not None else 0.0
