@@ -242,7 +242,16 @@ class HardenedTCP(TCP):  # type: ignore[misc]
 
     async def _dial_resolved(self, maddr: Multiaddr, source: tuple[str, int] | None = None) -> Any:
         with trio.fail_after(CONNECT_TIMEOUT_S):
-            return await super()._dial_resolved(maddr, source)
+            connection = await super()._dial_resolved(maddr, source)
+        note_remote_address(connection.stream)
+        return connection
+
+
+def note_remote_address(stream: Any) -> tuple[str, int]:
+    """Host and port at the other end of a TCP stream, also for IPv6, where the library answers None."""
+    name = stream.stream.socket.getpeername()
+    stream._cached_remote_address = (str(name[0]), int(name[1]))
+    return str(name[0]), int(name[1])
 
 
 class HardenedPeerStore(PeerStore):  # type: ignore[misc]

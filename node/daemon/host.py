@@ -38,6 +38,7 @@ from node.daemon.hardening import (
     HardenedPeerStore,
     HardenedTCP,
     HardenedYamux,
+    note_remote_address,
     quieten_libp2p,
 )
 from node.daemon.identity import Identity
@@ -130,12 +131,6 @@ class Admission:
                 del self._settled[ip]
 
 
-def remote_host_port(stream: Any) -> tuple[str, int]:
-    """Of an accepted TCP stream; the library's own answer is None for IPv6."""
-    name = stream.stream.socket.getpeername()
-    return str(name[0]), int(name[1])
-
-
 def _address_block(host: str) -> str:
     """What counts as one origin: an IPv4 address, or the /64 that an IPv6 machine owns."""
     ip = ipaddress.ip_address(host.partition("%")[0])
@@ -199,7 +194,7 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
 
     async def _handle_inbound_connection(self, read_write_closer: Any, maddr: Multiaddr) -> None:
         """From accept to end. The library holds its token until the swarm stops; ours ends with the connection."""
-        block = _address_block(remote_host_port(read_write_closer)[0])
+        block = _address_block(note_remote_address(read_write_closer)[0])
         muxed: HardenedYamux | None = None
         try:
             with self.admission.pend(block):

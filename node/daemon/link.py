@@ -95,6 +95,8 @@ class Link:
         self.dropped_datagrams = 0
         self.closed = trio.Event()
         self.why_closed = ""
+        self.left = False
+        """The peer said goodbye."""
         self._owner = owner
         self._stream = stream
         self._urgent: deque[bytes] = deque()
@@ -312,6 +314,7 @@ class Link:
                 case RunChosen(run):
                     self._owner.on_run_chosen(self, run)
                 case Goodbye(reason):
+                    self.left = True
                     raise LinkClosed(f"it left: {reason[:200]}")
                 case Refusal(code, reason):
                     raise Refused(code[:20], reason[:500])

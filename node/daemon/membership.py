@@ -27,8 +27,9 @@ MAX_RECORDS = 1000
 MAX_LINKS = 48
 LIFETIME_S = 60.0
 MAX_LIFETIME_S = 600.0
-MIN_INTERVAL_S = 0.4
-"""Between two records of one peer; nodes leave at least a second."""
+RECORDS_AT_ONCE = 5.0
+RECORDS_PER_S = 1.0
+"""Of one peer; what is beyond is a flood, and a later record makes up for what was dropped."""
 
 LIVES_BEFORE_ALARM = 3
 """How often a node may find its own record under another incarnation before that is a second machine."""
@@ -136,6 +137,8 @@ class _Held(msgspec.Struct):
     record: MembershipRecord
     data: bytes
     received_at_s: float
+    allowance: float
+    """Records that its owner may still send at once."""
 
 
 class Membership:
@@ -148,6 +151,7 @@ class Membership:
         keyring: Keyring,
         version: str,
         incarnation: bytes,
+        name: str = "",
         on_duplicate: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._keyring = keyring
@@ -158,6 +162,7 @@ class Membership:
             sequence=time.time_ns() // 1_000_000,
             incarnation=incarnation,
             version=version,
+            name=name,
         )
         self._own_data = b""
         self._held: dict[PeerId, _Held] = {}
@@ -212,6 +217,10 @@ class Membership:
         self._own_data = sign_record(self._mine, self._keyring)
         return self._own_data
 
+    def newest(self) -> bytes:
+        """This node's record as it stands, signed."""
+        return self.renew() if self.unpublished.is_set() or not self._own_data else self._own_data
+
     # ------------------------------------------------------------ others' records
 
     def accept(self, data: bytes) -> Verdict:
@@ -223,18 +232,21 @@ class Membership:
             self._meet_myself(record, body, signature)
             return Verdict.KNOWN
         now = trio.current_time()
+        allowance = RECORDS_AT_ONCE - 1.0
         held = self._held.get(record.peer_id) or self._former.get(record.peer_id)
         if held is not None:
             if held.record.sequence >= record.sequence:
                 new_life = record.incarnation != held.record.incarnation
                 return Verdict.OUTDATED if new_life and held.record.sequence > record.sequence else Verdict.KNOWN
-            if now - held.received_at_s < MIN_INTERVAL_S and record.peer_id in self._held:
-                return Verdict.KNOWN  # faster than any peer of ours publishes: a flood
+            refill = (now - held.received_at_s) * RECORDS_PER_S
+            allowance = min(RECORDS_AT_ONCE, held.allowance + refill) - 1.0
+            if allowance < 0.0:
+                return Verdict.KNOWN
         elif len(self._held) >= MAX_RECORDS:
             return Verdict.KNOWN
         self._verify(record, body, signature)
         self._former.pop(record.peer_id, None)
-        self._held[record.peer_id] = _Held(record, data, now)
+        self._held[record.peer_id] = _Held(record, data, now, allowance)
         self._records[record.peer_id] = record
         self._change()
         return Verdict.NEWS
