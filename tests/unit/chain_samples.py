@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from protocol import chain, wire
 from protocol.chain import ChainState
@@ -13,7 +13,6 @@ from protocol.messages import (
     Join,
     Leave,
     PartHeader,
-    Proposal,
     Ready,
     Reform,
     Reformed,
@@ -48,7 +47,9 @@ def peers(count: int) -> tuple[PeerId, ...]:
     return tuple(f"Peer{number:03d}" for number in range(count))
 
 
-def make_rules(founders: Sequence[PeerId], *, quorum: Quorum = Quorum.MAJORITY, parts: int = 4, **more: object) -> Rules:
+def make_rules(
+    founders: Sequence[PeerId], *, quorum: Quorum = Quorum.MAJORITY, parts: int = 4, **more: object
+) -> Rules:
     values: dict[str, object] = {
         "run": digest(b"a run for tests"),
         "founders": tuple(founders),
@@ -198,7 +199,9 @@ def step(state: ChainState, rules: Rules, commit: Commit) -> ChainState:
     return chain.next_state(state, rules, commit, next_hash(state) if has_parts else state.base.state_hash)
 
 
-def make_reform(state: ChainState, members: Sequence[PeerId], *, k: int = 0, signers: Sequence[PeerId] | None = None) -> Reformed:
+def make_reform(
+    state: ChainState, members: Sequence[PeerId], *, k: int = 0, signers: Sequence[PeerId] | None = None
+) -> Reformed:
     reform = Reform(base=state.base, k=k, members=tuple(sorted(members)))
     body = wire.encode_body(reform)
     vote = ReformVote(base=state.base, k=k, sign=True, reform=body)
@@ -208,6 +211,3 @@ def make_reform(state: ChainState, members: Sequence[PeerId], *, k: int = 0, sig
         body=body,
         signatures=tuple((peer, wire.sign(CheapKeyring(peer), peer, vote).signature) for peer in signers),
     )
-
-
-Mutation = Callable[[bytes], bytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -25,10 +26,9 @@ def some_ranges(rng: random.Random, most: int = 6) -> Ranges:
 
 
 def is_normal(ranges: Ranges) -> bool:
-    return all(
-        (first.epoch, first.stop) < (second.epoch, second.start)
-        for first, second in zip(ranges, ranges[1:], strict=False)
-    ) and all(len(item) > 0 for item in ranges)
+    return all((first.epoch, first.stop) < (second.epoch, second.start) for first, second in pairwise(ranges)) and all(
+        len(item) > 0 for item in ranges
+    )
 
 
 @pytest.mark.parametrize("seed", range(200))

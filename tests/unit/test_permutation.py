@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from protocol.names import digest
@@ -42,7 +44,7 @@ def test_neighbours_scatter() -> None:
     units = 10_000
     permutation = Permutation(run=RUN, epoch=0, units=units)
     values = [permutation[position] for position in range(2000)]
-    gaps = [abs(second - first) for first, second in zip(values, values[1:], strict=False)]
+    gaps = [abs(second - first) for first, second in pairwise(values)]
     # For a random order the mean gap is units / 3.
     assert 0.28 < sum(gaps) / len(gaps) / units < 0.39
     quarters = [sum(quarter * 2500 <= value < (quarter + 1) * 2500 for value in values) for quarter in range(4)]

@@ -247,11 +247,10 @@ def test_mutated_bytes_never_crash() -> None:
                 data[at:at] = other[start : start + rng.randint(1, 60)]
         try:
             arrived = wire.decode(bytes(data))
-        except wire.WireError as error:
-            assert len(str(error)) < 300
-        else:
-            decoded += 1
-            wire.decode(wire.encode(arrived))
+        except wire.WireError:
+            continue
+        decoded += 1
+        wire.decode(wire.encode(arrived))
     # Most mutants of signatures and hashes still have the form of a message: both branches were taken.
     assert 200 < decoded < 3800
 
