@@ -228,6 +228,9 @@ class PeerMachine:
                 self._based(signed, message.roster.message.base)
             case Heartbeat():
                 if event.from_peer == signed.sender and message.base.run == self.rules.run:
+                    if signed.sender not in self.standing.fresh:
+                        # Heard for the first time: it need not wait for my next heartbeat to know me.
+                        self.outbox.send(signed.sender, self._heartbeat())
                     self.standing.presence.note(signed.sender, message, self.outbox.now_s)
                     self._refresh()
                     self._help_along(signed.sender, message.base)
@@ -444,12 +447,13 @@ class PeerMachine:
         if self.outbox.due(self._heartbeat_s):
             self._heartbeat_s = self.outbox.now_s + self.rules.heartbeat_s
             self.outbox.due(self._heartbeat_s)
-            able = self.standing.able and (self.standing.voting or chain.member(self.state, self.me) is None)
-            self.outbox.broadcast(
-                self.outbox.sign(
-                    Heartbeat(base=self.state.base, attempt=self.round.attempt, able=able, incarnation=self.incarnation)
-                )
-            )
+            self.outbox.broadcast(self._heartbeat())
+
+    def _heartbeat(self) -> Signed[Heartbeat]:
+        able = self.standing.able and (self.standing.voting or chain.member(self.state, self.me) is None)
+        return self.outbox.sign(
+            Heartbeat(base=self.state.base, attempt=self.round.attempt, able=able, incarnation=self.incarnation)
+        )
 
     def _leave(self) -> None:
         if not self.standing.leaving or chain.member(self.state, self.me) is None:

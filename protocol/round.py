@@ -30,7 +30,7 @@ from protocol.messages import (
 )
 from protocol.names import Digest, PeerId
 from protocol.standing import Standing, Stopwatch
-from protocol.votes import ATTEMPTS_KEPT, Agreement, Lock
+from protocol.votes import ATTEMPTS_KEPT, PHASES, Agreement, Lock
 
 ATTEMPTS_AHEAD = 2
 """ROSTERs and PROPOSALs of attempts further ahead are dropped; their coordinator sends them again."""
@@ -603,17 +603,20 @@ class Round:
             and self.attempt_voted() <= self.attempt
         )
 
-    def _cast(self, phase: int, value: Digest, left_out: tuple[Signed[Ready], ...] = ()) -> bool:
+    def _cast(
+        self, phase: int, value: Digest, left_out: tuple[Signed[Ready], ...] = (), *, attempt: int | None = None
+    ) -> bool:
+        attempt = self.attempt if attempt is None else attempt
         vote = Vote(
             base=self.base,
-            attempt=self.attempt,
+            attempt=attempt,
             phase=phase,
             value=value,
             failed_edges=() if value else tuple(sorted(self.unreachable)),
             left_out=left_out,
         )
         signed = self.outbox.sign(vote)
-        self.my_votes[self.attempt, phase] = signed
+        self.my_votes[attempt, phase] = signed
         self.agreement.add(signed)
         self.standing.persist()
         self.outbox.broadcast(signed)
@@ -835,25 +838,39 @@ class Round:
             return
         self._quiet()
         self.outbox.due(self.resend_s)
-        candidate = self.current()
-        if self.my_ready is not None and (candidate is None or candidate.my_index is None):
+        if self.my_ready is not None:
             self.outbox.broadcast(self.my_ready)
         if not self.standing.voting or not self.elector:
             return
         if self.leader() == self.me and self.attempt > self.fence:
+            candidate = self.current()
             if candidate is not None:
                 self.outbox.broadcast(candidate.signed)
             if self.attempt in self.proposals:
                 self.outbox.broadcast(self.proposals[self.attempt])
-        lacking = [peer for peer in self.state.electors if self.agreement.of(peer, self.attempt, 2) is None]
-        lacking = [peer for peer in lacking if peer != self.me and peer in self.standing.fresh]
-        mine = [vote for phase in (1, 2) if (vote := self.my_votes.get((self.attempt, phase))) is not None]
-        if not mine and self.my_votes:
-            mine = [self.my_votes[max(self.my_votes)]]
         certified = () if self.valid is None else self.valid[2].votes
-        for peer in lacking:
-            for vote in mine:
-                self.outbox.send(peer, vote)
+        for peer in self.state.electors:
+            heard = self.standing.fresh.get(peer)
+            if heard is None or self.agreement.of(peer, self.attempt, 2) is not None:
+                continue
+            if heard.base == self.base and heard.attempt < self.attempt:
+                self._close_behind(heard.attempt)
+            newest = max(self.my_votes, default=(0, 0))[0]
+            for (attempt, _), vote in sorted(self.my_votes.items()):
+                if attempt >= min(newest, heard.attempt):
+                    self.outbox.send(peer, vote)
             for vote in certified:
                 if vote.sender not in (peer, self.me):
                     self.outbox.send(peer, vote)
+
+    def _close_behind(self, attempt: int) -> None:
+        """An elector is still in an attempt that I have left. Where I have not voted there, NIL helps it on.
+
+        Without this, one elector in attempt 1 and one in attempt 0 of three wait for each other for ever once the third
+        is dead: neither sees a quorum of votes of one attempt.
+        """
+        if attempt <= self.attempt - ATTEMPTS_KEPT or self.attempt <= self.fence:
+            return
+        for phase in PHASES:
+            if (attempt, phase) not in self.my_votes:
+                self._cast(phase, NIL, attempt=attempt)
