@@ -23,7 +23,10 @@ _PHASE_STYLE = {
 
 
 def print_status(status: Status) -> None:
-    Console().print(status_view(status))
+    console = Console()
+    console.print(status_view(status, addresses=False))
+    for address in status.addresses:  # in one piece, to be copied
+        console.print(f"join by  {address}", soft_wrap=True, highlight=False)
 
 
 def print_peers(peers: Peers) -> None:
@@ -40,11 +43,11 @@ def line(status: Status) -> str:
     return " | ".join(words)
 
 
-def status_view(status: Status) -> RenderableType:
+def status_view(status: Status, *, addresses: bool = True) -> RenderableType:
     """What fits on one screen; `reason` stands first, since it is what people look for."""
     parts: list[RenderableType] = [
         Text.assemble((status.phase, _PHASE_STYLE.get(status.phase, "yellow")), "  ", status.reason),
-        _facts(status),
+        _facts(status, status.addresses if addresses else ()),
     ]
     if status.history:
         parts.append(history_table(status.history[-SHOWN_ROUNDS:], status))
@@ -54,7 +57,7 @@ def status_view(status: Status) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(status: Status) -> Table:
+def _facts(status: Status, addresses: Iterable[str]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -74,7 +77,7 @@ def _facts(status: Status) -> Table:
     table.add_row("memory", resident or "-")
     table.add_row("disk", human(status.disk_bytes))
     table.add_row("peer id", status.peer_id)
-    for address in status.addresses:
+    for address in addresses:
         table.add_row("join by", address)
     if status.exported:
         table.add_row("model", status.exported)
@@ -102,12 +105,12 @@ def history_table(rounds: Iterable[HistoryRound], status: Status) -> Table:
 
 def members_table(members: Iterable[MemberStatus], own: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("peer", "name", "alive", "member", "round", "state", "tokens/s", "latency", "version", "address"):
-        table.add_column(title, justify="right" if title in {"round", "tokens/s", "latency"} else "left")
+    for title in ("peer", "name", "alive", "member", "round", "state", "tokens/s", "latency", "version"):
+        table.add_column(title, no_wrap=True, justify="right" if title in {"round", "tokens/s", "latency"} else "left")
     for member in members:
         table.add_row(
-            member.peer_id + (" (this)" if member.peer_id == own else ""),
-            member.name or "",
+            f"…{member.peer_id[-8:]}",
+            "this node" if member.peer_id == own else member.name or "",
             "yes" if member.alive else "no",
             "yes" if member.member else "no",
             "-" if member.round is None else str(member.round),
@@ -115,7 +118,6 @@ def members_table(members: Iterable[MemberStatus], own: str) -> Table:
             "-" if member.tokens_per_s is None else quantity(member.tokens_per_s),
             "-" if member.round_trip_ms is None else f"{member.round_trip_ms:.1f} ms",
             member.version or "",
-            member.addresses[0] if member.addresses else "",
         )
     return table
 
