@@ -329,9 +329,6 @@ def rules_of(manifest: Manifest) -> Rules:
     )
 
 
-rules = rules_of
-
-
 def flat_layout(layout: Layout) -> protocol.layout.Layout:
     """The places of all tensors as `protocol` knows them; its `digest()` is what a trainer shows when it attaches."""
     return protocol.layout.Layout(

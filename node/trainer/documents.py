@@ -103,6 +103,7 @@ def dataset(data: Data, directory: Path) -> Any:
             f"the current folder has {data.path!r}, and the run means the dataset of that name on the hub: "
             "start Atoll in another folder"
         )
+    datasets.disable_progress_bars()
     files = [str(directory / pattern) for pattern in data.data_files] if local else list(data.data_files)
     arguments: dict[str, Any] = {"sample_by": "document"} if data.path == "text" else {}
     try:

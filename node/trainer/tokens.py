@@ -92,11 +92,14 @@ def pack(documents: Iterable[Sequence[int]], *, sequence_tokens: int, vocabulary
     Raises `TokensError` for a token outside the vocabulary.
     """
     dtype = _DTYPES["U16" if vocabulary <= 1 << 16 else "U32"]
-    pieces = [np.asarray(document, dtype=np.int64) for document in documents]
-    flat = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    check_range(flat, vocabulary)
+    pieces = [np.empty(0, dtype)]
+    for document in documents:
+        piece = np.asarray(document, dtype=np.int64)
+        check_range(piece, vocabulary)
+        pieces.append(piece.astype(dtype))
+    flat = np.concatenate(pieces)
     sequences = len(flat) // sequence_tokens
-    return flat[: sequences * sequence_tokens].reshape(sequences, sequence_tokens).astype(dtype)
+    return flat[: sequences * sequence_tokens].reshape(sequences, sequence_tokens)
 
 
 class Packer:
@@ -137,8 +140,11 @@ def held_out(document: str | Sequence[int], share: float) -> bool:
 
 def check_range(tokens: npt.NDArray[Any], vocabulary: int | None) -> None:
     """Raises `TokensError`: an embedding with a token outside its table fails far from the cause."""
-    if vocabulary is not None and tokens.size and int(tokens.max()) >= vocabulary:
-        raise TokensError(f"a text has the token {int(tokens.max())} and the model's vocabulary has {vocabulary}")
+    if vocabulary is None or not tokens.size:
+        return
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocabulary:
+            raise TokensError(f"a text has the token {token} and the model's vocabulary has {vocabulary}")
 
 
 def serialise(tokens: TokenArray) -> bytes:

@@ -87,7 +87,7 @@ def test_layout_ignores_what_compile_adds() -> None:
     assert models.layout_of(torch.compile(model)) == models.layout_of(model)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3ForCausalLM", "BloomForCausalLM"])
 def test_flatten_and_load_are_inverses(architecture: str) -> None:
     source, target = built(architecture), built(architecture)
     layout = models.layout_of(source)
@@ -196,6 +196,8 @@ def test_a_config_that_does_not_suit_is_one_sentence() -> None:
     with pytest.raises(ModelError, match=r"model\.config does not suit LlamaConfig") as caught:
         models.model_config("LlamaForCausalLM", {**SMALL, "hidden_size": "wide"})
     assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match=r"model\.config does not suit LlamaForCausalLM: "):
+        built("LlamaForCausalLM", intermediate_size=-4)
 
 
 @pytest.fixture

@@ -317,3 +317,22 @@ def test_the_gpu_preset_with_what_it_would_download_replaced(tmp_path: Path, mon
     assert run.manifest.inner.total_steps == 40_000
     assert run.manifest.inner.autocast == "bfloat16"
     assert validation_sequences(run.manifest, run.artifacts).shape == (64, 1024)
+
+
+def test_artifacts_are_copied_where_links_are_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    artifact = artifacts.store(b"some bytes", source)
+    linked = artifacts.place(artifact, source, target)
+    assert linked.samefile(source / artifact.hash)
+
+    def refuse(*_: object) -> None:
+        raise OSError("another filesystem")
+
+    monkeypatch.setattr("os.link", refuse)
+    linked.unlink()
+    copied = artifacts.place(artifact, source, target)
+    assert copied.read_bytes() == b"some bytes"
+    assert not copied.samefile(source / artifact.hash)
+    assert {path.name for path in target.iterdir()} == {artifact.hash}
+    with pytest.raises(artifacts.ArtifactError, match="is not in"):
+        artifacts.place(artifact, target / "nowhere", tmp_path / "other")

@@ -55,6 +55,8 @@ def test_packing_cuts_the_stream_of_tokens() -> None:
     assert tokens.pack([], sequence_tokens=4, vocabulary=10).shape == (0, 4)
     with pytest.raises(TokensError, match="token 10 and the model's vocabulary has 10"):
         tokens.pack([[10]], sequence_tokens=1, vocabulary=10)
+    with pytest.raises(TokensError, match="a text has the token -1"):
+        tokens.pack([[3], [-1]], sequence_tokens=1, vocabulary=10)
 
 
 def test_the_streaming_packer_packs_alike() -> None:
