@@ -33,7 +33,7 @@ from node.engine.geometry import Geometry
 from node.engine.link import Buffer, Link, Outgoing
 from node.engine.outbox import OutboxReader
 from node.engine.storing import PartKeeper
-from node.engine.switchboard import Switchboard, Unreachable
+from node.engine.switchboard import DIAL_ATTEMPTS, Switchboard, Unreachable
 from node.engine.threads import Threads
 from node.errors import StrangerError
 from node.peer_id import verify
@@ -199,7 +199,9 @@ class Exchange:
 
     async def _connect(self, index: int) -> None:
         try:
-            await self._switchboard.reach(self.peers[index], within_s=REACH_TIMEOUT_S)
+            # A connection that died gets one redial (protocol section 4, rule 5).
+            attempts = 1 if self._redials.get(index) else DIAL_ATTEMPTS
+            await self._switchboard.reach(self.peers[index], within_s=REACH_TIMEOUT_S, attempts=attempts)
         except Unreachable:
             self._give_up(index)
 

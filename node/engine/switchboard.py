@@ -110,7 +110,7 @@ class Switchboard:
 
     # ---------------------------------------------------------------- dialling
 
-    async def reach(self, peer_id: str, *, within_s: float, eager: bool = False) -> Link:
+    async def reach(self, peer_id: str, *, within_s: float, eager: bool = False, attempts: int = DIAL_ATTEMPTS) -> Link:
         """A link to `peer_id`, made if there is none. `eager` dials at once, whoever's turn it is.
 
         Raises `Unreachable`.
@@ -130,18 +130,24 @@ class Switchboard:
                         await contact.arrived.wait()
                 if peer_id not in self._links and contact.peer.addresses:
                     try:
-                        await self._dial(contact)
+                        await self._dial(contact, attempts)
                     except HandshakeFailed as error:
                         why = str(error)
-                await contact.arrived.wait()
+                        # It may be dialling us at this moment.
+                        with trio.move_on_after(TAKEOVER_S):
+                            await contact.arrived.wait()
+                    else:
+                        await contact.arrived.wait()
+                else:
+                    await contact.arrived.wait()
         if link := self._links.get(peer_id):
             return link
         raise Unreachable(f"{peer_id} cannot be reached: {why}")
 
-    async def _dial(self, contact: _Contact) -> None:
+    async def _dial(self, contact: _Contact, attempts: int) -> None:
         token = await self._token(contact)
         failures = []
-        for attempt in range(DIAL_ATTEMPTS):
+        for attempt in range(attempts):
             if attempt:
                 await trio.sleep(RETRY_DELAY_S * 2**attempt)
             for address in contact.peer.addresses:

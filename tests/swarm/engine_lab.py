@@ -104,6 +104,10 @@ class LabEngine:
 
     async def start(self) -> None:
         """Start the process, as the supervisor does."""
+        self._spawn()
+        await self.connect()
+
+    def _spawn(self) -> None:
         self.supervisor, theirs = socket.socketpair()
         environment = os.environ | {
             supervisor_link.SUPERVISOR_VARIABLE: str(theirs.fileno()),
@@ -112,7 +116,6 @@ class LabEngine:
         command = (sys.executable, "-P", "-m", "node.engine")
         self.process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
         theirs.close()
-        await self.connect()
 
     async def connect(self) -> None:
         """A new daemon for the engine that runs."""
@@ -366,20 +369,26 @@ class Round:
             await engine.ask.exchange(request)
 
     async def finish(self, engines: Sequence[LabEngine] | None = None) -> tuple[api.PartRef | None, ...]:
-        """Wait for the end at `engines`; returns the parts that they hold, which must be the same."""
-        found = []
-        for engine in engines or self.engines:
+        """Wait for the end at `engines`; returns the parts that some of them hold. Who lacks one fetches it."""
+        engines = list(engines or self.engines)
+        for engine in engines:
             await engine.until("the exchange's end", lambda engine=engine: self.roster_id in engine.ended)
-            found.append(self.held_by(engine))
-        longest = max(found, key=lambda refs: sum(ref is not None for ref in refs))
-        expected = {ref.hash for ref in longest if ref is not None}
-        for engine in engines or self.engines:
-            await engine.until("all parts", lambda engine=engine: expected <= set(engine.held))
-        return longest
+        found: dict[int, api.PartRef] = {}
+        for engine in engines:
+            for ref in engine.held.values():
+                if ref.roster_id == self.roster_id:
+                    assert found.setdefault(ref.part, ref) == ref
+        for engine in engines:
+            await self.complete(engine, tuple(found.values()), engines)
+        return tuple(found.get(part) for part in range(self.lab.sizes.part_count))
 
-    def held_by(self, engine: LabEngine) -> tuple[api.PartRef | None, ...]:
-        mine = {ref.part: ref for ref in engine.held.values() if ref.roster_id == self.roster_id}
-        return tuple(mine.get(part) for part in range(self.lab.sizes.part_count))
+    async def complete(self, engine: LabEngine, refs: tuple[api.PartRef, ...], engines: Sequence[LabEngine]) -> None:
+        lacking = tuple(ref for ref in refs if ref.hash not in engine.held)
+        if lacking:
+            sources = tuple(one.peer_id for one in engines if one is not engine)
+            answer = await engine.ask.fetch_parts(headers=lacking, sources=sources, timeout_s=20)
+            assert not answer.missing
+            await engine.until("fetched parts", lambda: {ref.hash for ref in lacking} <= set(engine.held))
 
     async def apply(
         self, refs: tuple[api.PartRef | None, ...], engines: Sequence[LabEngine] | None = None, *, lr: float = 0.6
