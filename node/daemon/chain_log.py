@@ -63,7 +63,7 @@ class ChainLog:
         """Opens or creates the file. Raises `StoreError` if it is another run's, `OSError` if the disk fails."""
         self._path = path
         self.set_aside: Path | None = None
-        """Where a torn tail was copied to at this opening."""
+        """Where what was cut off last lies."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.end = os.fstat(self._fd).st_size
         """Offset behind the last frame."""
@@ -114,11 +114,11 @@ class ChainLog:
         self.end = offset + _FRAME.size + len(payload)
         return offset
 
-    def cut(self, offset: int) -> None:
-        """Copy what lies behind `offset` aside, then take it out of the log."""
+    def cut(self, offset: int, name: str = "torn") -> None:
+        """Copy what lies behind `offset` aside, to `chain.log.NAME-OFFSET`, then take it out of the log."""
         size = os.fstat(self._fd).st_size
         if offset < size:
-            aside = self._path.with_name(f"{self._path.name}.torn-{offset}")
+            aside = self._path.with_name(f"{self._path.name}.{name}-{offset}")
             with aside.open("wb") as file:
                 for start in range(offset, size, _COPY_BYTES):
                     file.write(read_at(self._fd, min(_COPY_BYTES, size - start), start))

@@ -13,17 +13,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
-import msgspec
 import structlog
 
-from node.daemon.chain_checkpoint import Entry, framed, load_checkpoint, save_checkpoint, unframed
+from node.daemon.chain_checkpoint import Entry, load_checkpoint, save_checkpoint
 from node.daemon.chain_log import HEADER_BYTES, ChainLog, Frame, FrameKind, StoreError
-from node.engine.disk import write_atomic
+from node.daemon.run_files import JournalState, load_manifest, read_journal, save_manifest, write_journal
 from node.errors import StrangerError
-from node.manifest import MAX_MANIFEST_BYTES, SignedManifest
 from protocol.chain import ChainState, genesis, lineage_of, next_state, reform_state
 from protocol.commits import verify_commit, verify_reform
 from protocol.messages import Commit, Reformed
@@ -31,20 +28,15 @@ from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring
 from protocol.rules import Rules
 from protocol.wire import WireError, decode_body, decode_commit, encode_body, encode_commit
 
+__all__ = ["JournalState", "Record", "StateMismatch", "Store", "StoreError", "load_manifest", "save_manifest"]
+
 CHECKPOINT_EVERY_RECORDS = 64
-_JOURNAL_MAGIC = b"ATOLLV1\0"
 
 log = structlog.get_logger()
 
 
 class StateMismatch(StoreError):
     """The outer state computed here is not the one that the chain certifies: it is corrupt, load another."""
-
-
-class JournalState(StrEnum):
-    MISSING = "missing"
-    TORN = "torn"
-    OK = "ok"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +48,6 @@ class Record:
     """The round that a commit decided; of a reform, the round that the new lineage starts with."""
     body: bytes
     """`encode_commit` of a commit, `encode_body` of a `Reformed`."""
-
-
-def save_manifest(path: Path, signed: SignedManifest) -> None:
-    """Durably, creating the run's directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, msgspec.msgpack.encode(signed))
-
-
-def load_manifest(path: Path) -> SignedManifest | None:
-    """None: there is none. Raises `StoreError` if the file is damaged; whether it is signed, the caller checks."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(2 * MAX_MANIFEST_BYTES)
-    except FileNotFoundError:
-        return None
-    try:
-        return msgspec.msgpack.decode(data, type=SignedManifest)
-    except msgspec.DecodeError as error:
-        raise StoreError(f"{path} is damaged ({error}); remove it and join the run again") from error
 
 
 class Store:
@@ -182,19 +155,23 @@ class Store:
 
     def replay(self) -> ChainState:
         """Verify every record again, signatures included, from the beginning. Raises `InvalidCommit`, `StoreError`."""
+        with self._lock:
+            return self._state_behind(len(self._entries), verify=True)
+
+    def _state_behind(self, position: int, *, verify: bool = False) -> ChainState:
+        """Where the chain stood behind the first `position` records."""
         state = genesis(self._rules)
-        for record in self.records():
-            if record.kind is FrameKind.COMMIT:
-                commit = decode_commit(record.body)
-                state = _with_hash(state, commit.roster.message.base.state_hash)
-                verify_commit(state, self._rules, commit, self._keyring)
-                state = self._after_commit(state, commit)
+        for entry in self._entries[:position]:
+            body = self._body(entry)
+            if verify:
+                self._verified(state, entry.kind.to_bytes(1, "little") + body)
+            if entry.kind is FrameKind.COMMIT:
+                commit = decode_commit(body)
+                state = self._after_commit(_vouched(state, commit.roster.message.base), commit)
             else:
-                reformed = decode_body(Reformed, record.body)
-                state = _with_hash(state, reformed.reform.base.state_hash)
-                verify_reform(state, self._rules, reformed, self._keyring)
-                state = reform_state(state, self._rules, reformed)
-        return _with_hash(state, self._state.base.state_hash)
+                state = reform_state(state, self._rules, decode_body(Reformed, body))
+            state = _with_hash(state, entry.after.state_hash)
+        return state
 
     # ------------------------------------------------------------ growing
 
@@ -234,29 +211,65 @@ class Store:
         """
         with self._lock:
             for record in records:
-                try:
-                    self._extend(record[:1], record[1:])
-                except WireError as error:
-                    raise StrangerError(f"a record of the chain does not decode: {error}") from error
+                kind, content = self._verified(self._state, record)
+                if isinstance(content, Commit):
+                    self._certify(content.roster.message.base)
+                    state = self._after_commit(self._state, content)
+                else:
+                    self._certify(content.reform.base)
+                    state = reform_state(self._state, self._rules, content)
+                self._push(kind, self._write(kind, record[1:]), state)
             if self._hash_is_open():
                 self._state = _with_hash(self._state, tip_state_hash)
 
-    def _extend(self, kind: bytes, body: bytes) -> None:
-        if kind == FrameKind.COMMIT.to_bytes(1, "little"):
-            commit = decode_commit(body)
-            base = commit.roster.message.base
-            verify_commit(self._vouched(base), self._rules, commit, self._keyring)
-            self._certify(base)
-            state = self._after_commit(self._state, commit)
-            self._push(FrameKind.COMMIT, self._write(FrameKind.COMMIT, body), state)
-        elif kind == FrameKind.REFORM.to_bytes(1, "little"):
-            reformed = decode_body(Reformed, body)
-            verify_reform(self._vouched(reformed.reform.base), self._rules, reformed, self._keyring)
-            self._certify(reformed.reform.base)
-            state = reform_state(self._state, self._rules, reformed)
-            self._push(FrameKind.REFORM, self._write(FrameKind.REFORM, body), state)
-        else:
-            raise StrangerError(f"a record of the chain has kind {kind!r}, which is neither commit nor reform")
+    def places(self) -> tuple[Base, ...]:
+        """Places of this chain, the newest first, ever further apart, the beginning last.
+
+        For `records_after` of a peer on another lineage: the first that it knows is close behind the branching.
+        """
+        with self._lock:
+            places: list[Base] = []
+            back = 1
+            while back <= len(self._entries):
+                places.append(self._entries[-back].after)
+                back = 2 * back if back > 8 else back + 1
+            return (*places, genesis(self._rules).base)
+
+    def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
+        """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).
+
+        What is left lies beside the log as `chain.log.left-OFFSET`. Nothing is left for a record that does not verify;
+        otherwise as `extend`. Raises `StoreError` if `place` is not on the chain here.
+        """
+        with self._lock:
+            position = self._position_after(place.round, place.prev, place.lineage)
+            if position is None:
+                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            if records and position < len(self._entries):
+                state = self._state_behind(position)
+                self._verified(state, records[0])
+                (self._directory / "chain.checkpoint").unlink(missing_ok=True)
+                self._opened().cut(self._entries[position].offset, "left")
+                del self._entries[position:]
+                self._commits = [number for number in self._commits if number < position]
+                self._state, self._checkpointed = state, 0
+            self.extend(records, tip_state_hash)
+
+    def _verified(self, state: ChainState, record: bytes) -> tuple[FrameKind, Commit | Reformed]:
+        """What a peer's record says, verified to follow `state`. Raises `StrangerError`, `InvalidCommit`."""
+        kind, body = record[:1], record[1:]
+        try:
+            if kind == FrameKind.COMMIT.to_bytes(1, "little"):
+                commit = decode_commit(body)
+                verify_commit(_vouched(state, commit.roster.message.base), self._rules, commit, self._keyring)
+                return FrameKind.COMMIT, commit
+            if kind == FrameKind.REFORM.to_bytes(1, "little"):
+                reformed = decode_body(Reformed, body)
+                verify_reform(_vouched(state, reformed.reform.base), self._rules, reformed, self._keyring)
+                return FrameKind.REFORM, reformed
+        except WireError as error:
+            raise StrangerError(f"a record of the chain does not decode: {error}") from error
+        raise StrangerError(f"a record of the chain has kind {kind!r}, which is neither commit nor reform")
 
     def mark_applied(self, round_number: int, state_hash: Digest) -> None:
         """The newest commit is applied: round `round_number` starts from `state_hash`. Raises `StoreError`."""
@@ -288,16 +301,11 @@ class Store:
 
     def write_journal(self, journal: bytes) -> None:
         """Replace the journal: when this returns, no crash brings the old one back. Raises `OSError`."""
-        write_atomic(self._directory / "journal", framed(_JOURNAL_MAGIC, journal))
+        write_journal(self._directory / "journal", journal)
 
     def read_journal(self) -> tuple[bytes | None, JournalState]:
         """The newest journal; None unless it is `OK`."""
-        try:
-            data = (self._directory / "journal").read_bytes()
-        except FileNotFoundError:
-            return None, JournalState.MISSING
-        journal = unframed(_JOURNAL_MAGIC, data)
-        return journal, JournalState.TORN if journal is None else JournalState.OK
+        return read_journal(self._directory / "journal")
 
     # ------------------------------------------------------------ inside
 
@@ -342,14 +350,9 @@ class Store:
         """Whether nobody has yet told for certain which outer state the newest commit gave."""
         return bool(self._entries) and self._entries[-1].after.state_hash == ZERO_DIGEST
 
-    def _vouched(self, base: Base) -> ChainState:
-        """My newest state with the state hash that a record names: its signers vouch for it, mine may be corrupt."""
-        return _with_hash(self._state, base.state_hash) if self._entries else self._state
-
     def _certify(self, base: Base) -> None:
         """A verified record builds on `base`: that makes its state hash certain. Raises `StoreError`."""
-        vouched = self._vouched(base)
-        if vouched.base != base:
+        if _vouched(self._state, base).base != base:
             raise _misplaced(base, self._state.base)
         if self._hash_is_open():
             self._learn(base.state_hash)
@@ -416,6 +419,14 @@ class Store:
 
 def _with_hash(state: ChainState, state_hash: Digest) -> ChainState:
     return replace(state, base=replace(state.base, state_hash=state_hash))
+
+
+def _vouched(state: ChainState, base: Base) -> ChainState:
+    """`state` with the state hash that a record names: its signers vouch for it, and mine may be open or corrupt.
+
+    Before the first commit the manifest says it, and nobody else.
+    """
+    return state if state.base.prev == ZERO_DIGEST else _with_hash(state, base.state_hash)
 
 
 def _misplaced(base: Base, here: Base) -> StoreError:

@@ -354,6 +354,43 @@ def test_a_peer_from_before_the_reform_is_served(opener: Opener) -> None:
     assert left.state == source.state
 
 
+def test_the_loser_of_a_split_follows_the_winner(opener: Opener, tmp_path: Path) -> None:
+    winner, loser = opener("winner"), opener("loser")
+    common = grow(winner, 2)
+    grow(loser, 2)
+    winner.append_reform(make_reform(common[-1], PEERS[:1]))
+    grow(winner, 3)
+    left = grow(loser, 12)[-1]
+    places = loser.places()
+    assert places[0] == left.base
+    assert places[-1] == chain.genesis(RULES).base
+    assert len(places) < 13
+    for place in places:
+        answer = winner.records_after(
+            round_number=place.round, prev=place.prev, lineage=place.lineage, limit_bytes=10**9
+        )
+        if answer is not None:
+            break
+    assert answer is not None
+    assert place.round <= 2
+    # A record that does not verify leaves everything as it was.
+    with pytest.raises(InvalidCommit):
+        loser.switch(place, answer[0][1:], digest(b"claim"))
+    with pytest.raises(StoreError, match="not on the chain"):
+        loser.switch(replace(place, prev=digest(b"x")), answer[0], digest(b"claim"))
+    assert loser.state == left
+    loser.switch(place, answer[0], winner.state.base.state_hash)
+    assert loser.state == winner.state
+    assert [path.name for path in (tmp_path / "loser").glob("chain.log.left-*")]
+    tip = grow(winner, 1)[-1]
+    fetch_all(winner, loser, 10**9)
+    loser.mark_applied(tip.base.round, tip.base.state_hash)
+    crash(loser)
+    again = opener("loser")
+    assert again.state == winner.state
+    assert again.replay() == winner.state
+
+
 # ---------------------------------------------------------------- crashes
 
 
