@@ -18,6 +18,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost, _IdentifyNotifee
 from libp2p.host.ping import ID as PING_ID
 from libp2p.host.ping import PingService
+from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.exceptions import SwarmException
@@ -160,11 +161,21 @@ class _GuardedManager:
         self._manager.run_task(guarded, **options)
 
 
+class _NoAutoConnector(AutoConnector):  # type: ignore[misc]
+    """The library's dials whatever stands in the peer store until there are hundreds of connections; zeros in its
+    configuration do not switch it off."""
+
+    async def run_background_task(self, nursery: trio.Nursery) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def maybe_connect(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
 class HardenedSwarm(Swarm):  # type: ignore[misc]
     """The library's swarm with our admission, our dialling, and no task whose error ends the host."""
 
     def __init__(self, peer_id: ID, upgrader: TransportUpgrader) -> None:
-        # The zeros switch off an auto-connector that dials anything in the peer store; trimming is ours, too.
         config = ConnectionConfig(
             min_connections=0,
             low_watermark=0,
@@ -187,6 +198,7 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
             retry_config=RetryConfig(max_retries=0),
             connection_config=config,
         )
+        self.auto_connector = _NoAutoConnector(swarm=self)
 
     @property
     def manager(self) -> Any:
@@ -194,9 +206,10 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
 
     async def _handle_inbound_connection(self, read_write_closer: Any, maddr: Multiaddr) -> None:
         """From accept to end. The library holds its token until the swarm stops; ours ends with the connection."""
-        block = _address_block(note_remote_address(read_write_closer)[0])
+        block = "unknown"
         muxed: HardenedYamux | None = None
         try:
+            block = _address_block(note_remote_address(read_write_closer)[0])
             with self.admission.pend(block):
                 muxed = await self.upgrade_inbound_raw_conn(RawConnection(read_write_closer, False), maddr)
                 with trio.move_on_after(HELLO_TIMEOUT_S):
