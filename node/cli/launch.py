@@ -30,7 +30,11 @@ ANY_HOST = "0.0.0.0"
 def launch(home: Home, operator: OperatorSettings, report: Callable[[str], None]) -> None:
     """Does not return: this process goes on as the supervisor, with the same process id. Raises `OperatorError`."""
     held = lock.acquire(home)
-    settings = prepare(home, operator, report)
+    try:
+        settings = prepare(home, operator, report)
+    except BaseException:
+        os.close(held)
+        raise
     os.set_inheritable(held, True)
     environment = os.environ | {
         "ATOLL_HOME": str(home.path),

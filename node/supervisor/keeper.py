@@ -56,6 +56,8 @@ class Supervisor:
         self._refusal: str | None = None
         """The daemon's sentence to the operator, before it exits with status 2."""
         self._leave_deadline_s: float | None = None
+        self._end_by_s: float | None = None
+        """When a signal asked for the end: the time by which SIGKILL comes."""
         self._exit_code: int | None = None
         self._end_with = end_with
 
@@ -122,9 +124,12 @@ class Supervisor:
         if self._exit_code is not None:
             return
         if self._leave_deadline_s is not None or not self._daemon.running:
+            self._end_by_s = time.monotonic()
             self._finish(EXIT_FINISHED)
             return
-        self._leave_deadline_s = time.monotonic() + self._patience.leave_s
+        now_s = time.monotonic()
+        self._leave_deadline_s = now_s + self._patience.leave_s
+        self._end_by_s = now_s + self._patience.total_s
         self._daemon.wanted = False
         self._daemon.signal(signal.SIGTERM)
         self._stop_viewer()
@@ -388,10 +393,15 @@ class Supervisor:
         self._daemon.kill_group()
         for child in (self._engine, self._trainer):
             child.signal(signal.SIGTERM)
-        self._wait_for(self._children, self._patience.end_s)
+        self._wait_for(self._children, self._end_patience_s())
         for child in self._children:
             child.kill_group()
         self._wait_for(self._children, self._patience.reap_s)
+
+    def _end_patience_s(self) -> float:
+        if self._end_by_s is None:
+            return self._patience.finish_s
+        return max(self._patience.end_s, self._end_by_s - time.monotonic())
 
     def _wait_for(self, children: tuple[Child, ...], patience_s: float) -> None:
         """Turn the loop until these have ended; nobody is restarted meanwhile."""

@@ -23,8 +23,12 @@ class Patience:
 
     leave_s: float = 6.5
     """The daemon's time to announce that it leaves, and to finish or hand over."""
+    total_s: float = 9.0
+    """From the first signal to SIGKILL for what is left; what the daemon did not need, the others have."""
     end_s: float = 2.0
-    """The other processes' time after SIGTERM."""
+    """The other processes' time after their SIGTERM, at least."""
+    finish_s: float = 10.0
+    """The same when the daemon ended by itself: nobody is waiting then."""
     reap_s: float = 0.5
     """After SIGKILL."""
     viewer_s: float = 0.3

@@ -228,7 +228,7 @@ def test_a_daemon_that_never_listens_is_given_up(home: Home, started: list[Super
 
 
 def test_nobody_can_delay_the_end(home: Home, started: list[Supervised]) -> None:
-    node = Supervised(home, "stubborn", trainer="patient", leave_s=0.5, end_s=0.5)
+    node = Supervised(home, "stubborn", trainer="patient", leave_s=0.5, end_s=0.5, total_s=1.0)
     started.append(node)
     processes = node.processes()
     code, seconds = node.end()
