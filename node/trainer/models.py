@@ -83,7 +83,7 @@ def initialised(architecture: str, config: PretrainedConfig) -> torch.nn.Module:
         if not model_class._supports_sdpa:
             config._attn_implementation = "eager"
         model = model_class._from_config(config, dtype=torch.float32)
-    except Exception as error:  # noqa: BLE001  (any class of any library, on any values: the sentence says which)
+    except Exception as error:  # any class of any library, on any values: the sentence says which
         raise ModelError(f"model.config does not suit {architecture}: {_one_line(error)}") from error
     assert isinstance(model, torch.nn.Module)
     return model

@@ -87,7 +87,9 @@ def test_layout_ignores_what_compile_adds() -> None:
     assert models.layout_of(torch.compile(model)) == models.layout_of(model)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3ForCausalLM", "BloomForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3ForCausalLM", "BloomForCausalLM"]
+)
 def test_flatten_and_load_are_inverses(architecture: str) -> None:
     source, target = built(architecture), built(architecture)
     layout = models.layout_of(source)
