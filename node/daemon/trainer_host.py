@@ -11,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
-import stat
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -22,7 +19,7 @@ from typing import Protocol, TypeAlias
 import trio
 
 import node
-from node.errors import OperatorError
+from node.daemon.attach_socket import is_same_user, listen
 from node.home import Home
 from node.ipc import FrameError, FrameStream
 from node.trainer import wire
@@ -38,7 +35,6 @@ KEEPALIVE_S = 10.0
 MAX_CONNECTIONS = 8
 """One trainer, and a few that are being refused."""
 EVENTS = 64
-_MAX_SOCKET_PATH_BYTES = 107
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 _ACCEPT_PAUSE_S = 0.1
 
@@ -131,7 +127,7 @@ class TrainerHost:
         self.events: trio.MemoryReceiveChannel[TrainerEvent]
         self._send_events, self.events = trio.open_memory_channel[TrainerEvent](EVENTS)
         self.progress: wire.Progress | None = None
-        """The newest of the attached trainer."""
+        """The newest; of the last trainer until another one is welcomed."""
         self.validation: wire.Validated | None = None
         """The newest that any trainer reported."""
 
@@ -215,7 +211,7 @@ class TrainerHost:
     async def run(self, *, task_status: _TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Raises `OperatorError` when the socket cannot be made."""
         path = self._home.attach_socket
-        listener = _listen(self._home)
+        listener = listen(self._home, MAX_CONNECTIONS)
         try:
             async with trio.open_nursery() as nursery:
                 task_status.started()
@@ -228,7 +224,7 @@ class TrainerHost:
                         logger.warning("the attach socket cannot accept: %s", error.strerror)
                         await trio.sleep(_ACCEPT_PAUSE_S)
                         continue
-                    if self._connections >= MAX_CONNECTIONS or not _same_user(connection):
+                    if self._connections >= MAX_CONNECTIONS or not is_same_user(connection):
                         connection.close()
                         continue
                     self._connections += 1
@@ -297,7 +293,6 @@ class TrainerHost:
             session.gone = True
             was_welcomed = session.round is not None
             self._session = None
-            self.progress = None
             self.poke()
         log = logger.warning if failed else logger.info
         log("the trainer %r (process %d) is detached: %s", session.attach.name, session.attach.pid, reason)
@@ -322,6 +317,7 @@ class TrainerHost:
         # Set before the first await: a Committed that follows queues behind the Welcome in the stream.
         session.round = answer.start.round
         session.loading = True
+        self.progress = None
         await self._send(session, answer, self._fds())
         attach = session.attach
         logger.info("the trainer %r (process %d) is attached at round %d", attach.name, attach.pid, session.round)
@@ -409,43 +405,6 @@ def _faults(message: wire.Progress | wire.Validated | wire.Contribution | wire.L
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
-
-
-def _listen(home: Home) -> trio.socket.SocketType:
-    path = home.attach_socket
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
-        raise OperatorError(
-            f"the socket path {path} is longer than {_MAX_SOCKET_PATH_BYTES} bytes: "
-            "set XDG_RUNTIME_DIR to a shorter folder"
-        )
-    directory = path.parent
-    for folder in (directory.parent, directory):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise OperatorError(
-                f"{folder} belongs to user {status.st_uid}: remove it, or set XDG_RUNTIME_DIR to a folder of yours"
-            )
-    directory.chmod(0o700)
-    # The identity's lock is held: a socket that lies here is a dead daemon's.
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)
-        listener.listen(MAX_CONNECTIONS)
-    except OSError as error:
-        listener.close()
-        raise OperatorError(
-            f"the socket {path} cannot be made ({error.strerror}): remove it and start again"
-        ) from error
-    return trio.socket.from_stdlib_socket(listener)
-
-
-def _same_user(connection: trio.socket.SocketType) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.getuid())
 
 
 def _stdlib_socket(connection: trio.socket.SocketType) -> socket.socket:
