@@ -218,13 +218,11 @@ class LabEngine:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
+        self._hang_up()
 
     async def stop(self) -> None:
         """As the supervisor ends: the engine must follow by itself."""
-        if self.client is not None:
-            self.client.close()
-        if self.supervisor is not None:
-            self.supervisor.close()
+        self._hang_up()
         if self.process is not None:
             try:
                 await trio.to_thread.run_sync(self.process.wait, 10)
@@ -234,6 +232,12 @@ class LabEngine:
                 raise
         for fd in self.memory:
             os.close(fd)
+
+    def _hang_up(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self.supervisor is not None:
+            self.supervisor.close()
 
     def resident(self) -> tuple[int, int]:
         """Bytes of its own and of shared memory."""

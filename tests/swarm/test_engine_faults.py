@@ -168,8 +168,7 @@ class Liar:
         self.engine = engine
         """The identity that it uses; its own process was killed."""
 
-    async def dial(self, to: LabEngine) -> Stream:
-        token = bytes(range(32))
+    async def dial(self, to: LabEngine, token: bytes = bytes(range(32))) -> Stream:
         await to.ask.accept_token(peer_id=self.engine.peer_id, token=token, expires_s=10)
         return await handshake.dial(
             f"127.0.0.1:{to.port}",
