@@ -102,6 +102,12 @@ class PatientStream(YamuxStream):  # type: ignore[misc]
             await super().write(bytes(view[:size]))
             view = view[size:]
 
+    async def send_window_update(self, increment: int, skip_lock: bool = False) -> None:
+        """Queued: who read does not wait until it is written."""
+        if increment > 0:
+            update = struct.pack(yamux.YAMUX_HEADER_FORMAT, 0, yamux.TYPE_WINDOW_UPDATE, 0, self.stream_id, increment)
+            self.conn.queue_urgent(update)
+
     async def _wait_for_window(self) -> None:
         with trio.move_on_after(STALL_TIMEOUT_S):
             while self.send_window <= 0:
@@ -165,12 +171,16 @@ class HardenedYamux(Yamux):  # type: ignore[misc]
         if trio.lowlevel.current_task() is self._reader:
             if len(self._urgent) >= MAX_URGENT_FRAMES:
                 raise RawConnError("the peer asks for answers faster than it reads them")
-            self._urgent.append(data)
-            self._urgent_arrived.set()
+            self.queue_urgent(data)
             return
         async with self._write_lock:
             await self._write_queued()
             await self.secured_conn.write(data)
+
+    def queue_urgent(self, frame: bytes) -> None:
+        """Written before anything else, as soon as the peer takes it."""
+        self._urgent.append(frame)
+        self._urgent_arrived.set()
 
     async def _write_queued(self) -> None:
         """With the write lock held."""

@@ -6,10 +6,11 @@ When an upgrade of libp2p makes a `bare` half fail, the fault is mended there, a
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,6 +55,13 @@ pytestmark = [
 LOOPBACK = Address("ip4", "127.0.0.1", 0)
 ECHO = "/test/echo/1"
 DEADLINE_S = 9.0
+
+
+@pytest.fixture(autouse=True)
+def _swept() -> Iterator[None]:
+    """What the bare library dropped is collected while its warnings are still ignored."""
+    yield
+    gc.collect()
 
 
 def run(main: Callable[[], Awaitable[None]], clock: trio.abc.Clock | None = None) -> None:
@@ -187,7 +195,7 @@ def test_an_error_in_a_stream_handler_ends_the_bare_node_and_not_ours() -> None:
 
 def test_the_bare_inbound_limit_counts_connections_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def bare() -> None:
-        config = ConnectionConfig(min_connections=0, low_watermark=0, max_connections=3)
+        config = ConnectionConfig(min_connections=0, low_watermark=0, high_watermark=3, max_connections=3)
         async with bare_host(connection_config=config) as server, bare_host() as client:
             server.set_stream_handler(ECHO, echo)
             for _ in range(3):
@@ -426,13 +434,13 @@ def test_a_reader_that_pauses_for_seven_seconds_breaks_only_the_bare_stream(kind
 
             nursery.start_soon(write)
             await trio.sleep(7.0)
-            await peer.send_all(frame(yamux.TYPE_WINDOW_UPDATE, 0, stream.stream_id, 1000))
-            await trio.sleep(1.0)
             assert bool(failures) is (kind is Yamux)
-            assert (len(received) > yamux.DEFAULT_WINDOW_SIZE + 10) is (kind is HardenedYamux)
+            if kind is HardenedYamux:
+                await peer.send_all(frame(yamux.TYPE_WINDOW_UPDATE, 0, stream.stream_id, 1000))
+                await until(lambda: len(received) > yamux.DEFAULT_WINDOW_SIZE + 10)
             nursery.cancel_scope.cancel()
 
-    run(main, trio.testing.MockClock(autojump_threshold=0.05))
+    run(main, trio.testing.MockClock(autojump_threshold=0.005))
 
 
 def test_our_patience_has_an_end() -> None:
@@ -449,7 +457,7 @@ def test_our_patience_has_an_end() -> None:
                 await stream.write(bytes(yamux.DEFAULT_WINDOW_SIZE + 10))
             nursery.cancel_scope.cancel()
 
-    run(main, trio.testing.MockClock(autojump_threshold=0.05))
+    run(main, trio.testing.MockClock(autojump_threshold=0.005))
 
 
 @pytest.mark.parametrize("kind", [Yamux, HardenedYamux])
@@ -458,16 +466,16 @@ def test_a_peer_that_ignores_its_window_fills_only_the_bare_memory(kind: type[Ya
         async with muxed_pair(kind) as (connection, peer):
             await peer.send_all(frame(yamux.TYPE_WINDOW_UPDATE, yamux.FLAG_SYN, 2, 0))
             flood = frame(yamux.TYPE_DATA, 0, 2, 60_000, bytes(60_000))
+            most = 0
             with contextlib.suppress(trio.BrokenResourceError):
                 for _ in range(80):
                     await peer.send_all(flood)
-                await trio.sleep(0.2)
-            hoarded = sum(len(one) for one in connection.stream_buffers.values())
+                    most = max(most, sum(len(one) for one in connection.stream_buffers.values()))
             if kind is Yamux:
-                assert hoarded > 4_000_000
+                assert most > 4_000_000
             else:
-                assert hoarded <= hardening.STRANGER_BUFFER_BYTES
-                assert connection.event_closed.is_set()
+                assert most <= hardening.STRANGER_BUFFER_BYTES
+                await connection.event_closed.wait()
 
     run(main)
 
@@ -606,11 +614,11 @@ async def our_dht() -> AsyncIterator[tuple[HardenedHost, RunDHT]]:
 
 
 async def ask(client: Any, server: Any, message: Message) -> bytes:
-    """One DHT message to `server`; what comes back within a second."""
-    stream = await client.new_stream(server.get_id(), [DHT_PROTOCOL])
+    """One DHT message to `server`; what comes back within a second, nothing when the stream is refused."""
     data = message.SerializeToString()
-    await stream.write(varint.encode(len(data)) + data)
     with trio.move_on_after(1.0), contextlib.suppress(Exception):
+        stream = await client.new_stream(server.get_id(), [DHT_PROTOCOL])
+        await stream.write(varint.encode(len(data)) + data)
         return bytes(await stream.read(65536))
     return b""
 
@@ -668,6 +676,7 @@ def test_idle_streams_use_up_only_the_bare_dht(ours: bool) -> None:
             ):
                 await connect(client, server)
                 await connect(other, server)
+                assert await ask(client, server, query) != b""
                 await hold(other, server, 15)
                 assert await ask(client, server, query) == b""
 
