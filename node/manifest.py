@@ -8,7 +8,7 @@ The daemon reads strangers' manifests, so this module imports neither PyTorch no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from blake3 import blake3
@@ -94,6 +94,11 @@ class Data(_Part, frozen=True, kw_only=True):
     function: str | None = None
     end_token_id: NonNegativeInt | None = None
     """Stands between two documents when a peer packs them itself."""
+
+    @property
+    def assignment(self) -> Literal["leased", "local"]:
+        """`local`: each peer draws from its own shuffle; nobody promises that all the data is covered, or once only."""
+        return "leased" if self.units else "local"
 
 
 class Validation(_Part, frozen=True, kw_only=True):

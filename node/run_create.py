@@ -43,7 +43,7 @@ from node.manifest_checks import (
 )
 from node.run_cache import RunCache
 from node.run_config import RunConfig
-from node.run_data import ResolvedData, ResolvedTokenizer, resolve_data, resolve_tokenizer
+from node.run_data import ResolvedTokenizer, resolve_data, resolve_tokenizer
 
 _STATE_VERSION = 1
 """Raised when the same inputs should give another S_0."""
@@ -218,6 +218,3 @@ def _model_values(config: RunConfig, tokenizer: ResolvedTokenizer) -> dict[str, 
             "tokens: raise it, or leave it out"
         )
     return values
-
-
-__all__ = ["InitialState", "ResolvedData", "create"]

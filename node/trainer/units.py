@@ -79,7 +79,7 @@ class UnitReader:
     @property
     def assignment(self) -> Literal["leased", "local"]:
         """`local`: no promise that the run covers the data."""
-        return "local" if self._packed is None else "leased"
+        return self._data.assignment
 
     def read(self, epoch: int, position: int, start: int = 0, stop: int | None = None) -> Sequences:
         """Sequences `[start, stop)` of the unit at `position` of `epoch`, [stop − start, T].

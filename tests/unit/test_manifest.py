@@ -238,6 +238,7 @@ def test_rules() -> None:
     closed = replaced("admission", join="list", peers=(OTHER,), quorum="majority")
     assert rules_of(closed).allowed_peers == tuple(sorted((CREATOR, OTHER)))
     assert rules_of(replaced("", data=HUB)).epoch_units == UNBOUNDED_EPOCH_UNITS
+    assert (VALID.data.assignment, HUB.assignment) == ("leased", "local")
     assert rules_of(replaced("end", rounds=0)).final_round is None
 
 
