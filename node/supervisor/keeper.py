@@ -18,7 +18,7 @@ from node.supervisor.engine_port import EnginePort
 from node.supervisor.lock import remove_live_files, write_daemon_file
 from node.supervisor.loop import Loop
 from node.supervisor.output import BoundedLog, PipeReader, Terminal
-from node.supervisor.roles import Commands, Patience, small_process
+from node.supervisor.roles import Commands, Patience, small_process, trainer_process
 from node.supervisor.segments import NotEnoughMemory
 
 EXIT_FINISHED = 0
@@ -48,7 +48,7 @@ class Supervisor:
         self._loop = Loop()
         self._daemon = Child(name="daemon", command=commands.daemon, environment=small_process())
         self._engine = Child(name="engine", command=commands.engine, environment=small_process())
-        self._trainer = Child(name="trainer", command=commands.trainer, environment={"PYTHONUNBUFFERED": "1"})
+        self._trainer = Child(name="trainer", command=commands.trainer, environment=trainer_process())
         self._viewer = Child(name="viewer", command=commands.viewer)
         self._children = (self._daemon, self._engine, self._trainer, self._viewer)
         self._port = EnginePort()
