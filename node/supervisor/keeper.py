@@ -133,7 +133,7 @@ class Supervisor:
         self._daemon.wanted = False
         self._daemon.signal(signal.SIGTERM)
         self._stop_viewer()
-        self._say(b"leaving")
+        self._show(b"leaving")
 
     # ------------------------------------------------------------ children
 
@@ -168,7 +168,7 @@ class Supervisor:
             self._log.line(prefix + line)
 
         for stream, on_line in (
-            (child.process.stdout, self._say if child is self._daemon else log),
+            (child.process.stdout, self._show if child is self._daemon else log),
             (child.process.stderr, log),
         ):
             if stream is not None:
@@ -340,9 +340,9 @@ class Supervisor:
             return
         self._listened = True
         for address in addresses:
-            self._say(f"listening on {address}".encode())
+            self._show(f"listening on {address}".encode())
         if http != "off":
-            self._say(f"status on http://{http}/status".encode())
+            self._show(f"status on http://{http}/status".encode())
         if self._viewer.command and self._output.interactive:
             self._start(self._viewer)
 
@@ -359,11 +359,9 @@ class Supervisor:
 
     # ------------------------------------------------------------ words
 
-    def _say(self, line: bytes) -> None:
-        """To the operator; while the viewer draws, to the log alone."""
-        if self._viewer.running:
-            self._log.line(b"daemon: " + line)
-        else:
+    def _show(self, line: bytes) -> None:
+        """To the operator, unless the viewer draws; the log has its own account."""
+        if not self._viewer.running:
             self._output.line(line)
 
     def _note(self, text: str) -> None:
