@@ -86,7 +86,7 @@ class LabEngine:
     supervisor: socket.socket | None = None
     client: EngineClient | None = None
     port: int = 0
-    held: dict[bytes, api.PartRef] = field(default_factory=dict)
+    held: dict[tuple[bytes, int], api.PartRef] = field(default_factory=dict)
     ended: dict[bytes, api.ExchangeEnded] = field(default_factory=dict)
     rates: list[api.PeerRate] = field(default_factory=list)
     changed: trio.Event = field(default_factory=trio.Event)
@@ -161,7 +161,7 @@ class LabEngine:
                     header = None if self.refuse_headers else self.sign(event)
                     self.lab.nursery.start_soon(self._give_header, client, event, header)
                 case api.PartHeld():
-                    self.held[event.header.hash] = event.header
+                    self.held[event.header.roster_id, event.header.part] = event.header
                 case api.ExchangeEnded():
                     self.ended[event.roster_id] = event
                 case api.PeerRate():
@@ -387,12 +387,14 @@ class Round:
         return tuple(found.get(part) for part in range(self.lab.sizes.part_count))
 
     async def complete(self, engine: LabEngine, refs: tuple[api.PartRef, ...], engines: Sequence[LabEngine]) -> None:
-        lacking = tuple(ref for ref in refs if ref.hash not in engine.held)
+        lacking = tuple(ref for ref in refs if (self.roster_id, ref.part) not in engine.held)
         if lacking:
             sources = tuple(one.peer_id for one in engines if one is not engine)
             answer = await engine.ask.fetch_parts(headers=lacking, sources=sources, timeout_s=20)
             assert not answer.missing
-            await engine.until("fetched parts", lambda: {ref.hash for ref in lacking} <= set(engine.held))
+            await engine.until(
+                "fetched parts", lambda: {(self.roster_id, ref.part) for ref in lacking} <= set(engine.held)
+            )
 
     async def apply(
         self, refs: tuple[api.PartRef | None, ...], engines: Sequence[LabEngine] | None = None, *, lr: float = 0.6

@@ -27,10 +27,14 @@ async def with_snapshot(swarm: Lab) -> bytes:
 
 
 async def some_of(path: Path, size: int) -> None:
-    """Wait until a download has grown; its file is all that a test can see of it."""
+    """Wait until a download has grown; its file is all that a test can see of it, so it looks again and again."""
     with trio.fail_after(20):
-        while not path.exists() or path.stat().st_blocks * 512 < size:
+        while not grown(path, size):  # noqa: ASYNC110
             await trio.sleep(0.001)
+
+
+def grown(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_blocks * 512 >= size
 
 
 def test_a_snapshot_comes_from_those_who_live(tmp_path: Path) -> None:
