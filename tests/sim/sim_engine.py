@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sim_model import PARTS, Payload, payload_bytes
+
 from protocol.events import ExchangeEnded, HeaderDraft, HeaderSigned, StartExchange
 from protocol.messages import PartHeader, Signed
 from protocol.names import Digest, PeerId
 from protocol.planning import contributing_of, deal
 from protocol.weights import RosterWeights, bits, enough
-from sim_model import PARTS, Payload, payload_bytes
 
 if TYPE_CHECKING:
     from sim_node import Node

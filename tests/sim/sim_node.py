@@ -7,7 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from protocol import chain
+from sim_engine import Engine
+from sim_model import PARTS, UNIT_TOKENS, Account, Outbox, state_after
+from sim_oracle import Violation
+
+from protocol import chain, wire
 from protocol.chain import ChainState
 from protocol.events import (
     Alarm,
@@ -34,11 +38,9 @@ from protocol.events import (
     Tick,
     TrainerProgress,
 )
+from protocol.messages import Commit, PartHeader, Signed
 from protocol.names import Base, Digest, Keyring, PeerId, digest, encode_integer
 from protocol.peer import PeerMachine
-from sim_engine import Engine
-from sim_model import PARTS, UNIT_TOKENS, Account, Outbox, state_after
-from sim_oracle import Violation
 
 if TYPE_CHECKING:
     from sim_world import World
@@ -69,7 +71,11 @@ class Node:
         self._wakeup_s = math.inf
         self._trained_s = 0.0
         self._trained_base: Base | None = None
-        self.excluded_rounds = 0
+        self.trained_s: dict[int, float] = {}
+        """Round → when its budget was done."""
+        self.committed_s: dict[int, float] = {}
+        """Round → when its commit was applied."""
+        self.committed: list[Commit] = []
 
     # ------------------------------------------------------------ life
 
@@ -124,6 +130,11 @@ class Node:
 
         self.world.after(self.world.random.uniform(0.5, 10.0), gone)
 
+    def kill(self) -> None:
+        """Dies and stays dead until `start`."""
+        self.world.note(self.peer, "is killed")
+        self._halt()
+
     def _halt(self) -> None:
         self.machine, self.engine = None, None
         self.life += 1
@@ -148,9 +159,9 @@ class Node:
         before = machine.state
         effects = machine.handle(event, self.world.now_s)
         dies_after = -1
-        if effects and self.world.weather.crash_in_effects:
-            if self.world.random.random() < self.world.weather.crash_in_effects:
-                dies_after = self.world.random.randrange(len(effects) + 1)
+        mortal = self.world.weather.crash_in_effects
+        if effects and mortal and self.world.random.random() < mortal:
+            dies_after = self.world.random.randrange(len(effects) + 1)
         for index, effect in enumerate(effects):
             if index == dies_after:
                 break
@@ -203,7 +214,9 @@ class Node:
             case FetchParts():
                 self._fetch(effect)
             case Apply():
-                self.later(self.world.random.uniform(0.0, 0.02), partial(self._apply, effect))
+                self.world.oracle.check_commit(self.peer, self.state, effect.commit)
+                self.world.after(0.0, partial(self.world.decided, self.peer, self.state.base.round))
+                self.later(self.world.random.uniform(*self.world.weather.apply_s), partial(self._apply, effect))
             case NewLineage():
                 self.state = chain.reform_state(before, self.world.rules, effect.reformed)
                 self.world.note(self.peer, f"is on the lineage of {effect.reformed.reform.members}")
@@ -212,7 +225,8 @@ class Node:
             case CatchUp():
                 self._catch_up(effect)
             case Misbehaved():
-                if not any(node.had_lost_journal for node in self.world.nodes.values()):
+                forgetful = any(node.had_lost_journal for node in self.world.nodes.values())
+                if self.world.switches.accuse and not forgetful:
                     raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")
             case Alarm():
                 raise Violation(f"{self.peer} raised an alarm: {effect.text}")
@@ -229,7 +243,7 @@ class Node:
     def _train(self) -> None:
         """The trainer starts on the budget of the round that the disk is in."""
         machine = self.machine
-        if machine is None or self._trained_base == self.state.base and self.state.base.digest() in self.outbox:
+        if machine is None or (self._trained_base == self.state.base and self.state.base.digest() in self.outbox):
             remaining_s = 0.0
         else:
             remaining_s = self.world.random.uniform(*self.world.weather.training_s)
@@ -239,6 +253,7 @@ class Node:
 
         def done() -> None:
             if self.state.base == base:
+                self.trained_s.setdefault(base.round, self.world.now_s)
                 self.feed(TrainerProgress(remaining_s=0.0, units_wanted=2))
 
         self.later(0.0, lambda: self.feed(TrainerProgress(remaining_s=self._trained_s - self.world.now_s)))
@@ -286,16 +301,15 @@ class Node:
 
     # ------------------------------------------------------------ parts and commits
 
-    def hold(self, header: object) -> None:
+    def hold(self, header: Signed[PartHeader]) -> None:
         """A payload is verified and on disk."""
-        signed = header
-        self.held.add(signed.message.hash)  # type: ignore[attr-defined]
-        self.feed(PartHeld(header=signed))  # type: ignore[arg-type]
+        self.held.add(header.message.hash)
+        self.feed(PartHeld(header=header))
 
     def _fetch(self, effect: FetchParts) -> None:
         world = self.world
         missing: list[int] = []
-        arrivals: list[object] = []
+        arrivals: list[Signed[PartHeader]] = []
         for header in effect.headers:
             wanted = header.message.hash
             sources = [world.nodes[peer] for peer in effect.sources if peer in world.nodes]
@@ -324,7 +338,6 @@ class Node:
         state, commit = self.state, effect.commit
         if commit.roster.message.base != state.base:
             return
-        self.world.oracle.check_commit(self.peer, state, commit)
         for header in commit.headers:
             if header is not None and header.message.hash not in self.held:
                 raise Violation(f"{self.peer} applies part {header.message.part} without holding it")
@@ -346,10 +359,12 @@ class Node:
             raise Violation(f"{self.peer} named the commit of round {state.base.round} wrongly")
         self.world.oracle.check_account(self.peer, self.account)
         counted = chain.counted_bits(commit.headers)
+        self.committed_s[state.base.round] = self.world.now_s
+        self.committed.append(commit)
         self.world.note(
             self.peer,
-            f"commits round {state.base.round} (attempt {commit.roster.message.attempt}, {len(commit.roster.message.readys)}"
-            f" ready, counted {counted:b}), electors {self.state.electors}",
+            f"commits round {state.base.round} (attempt {commit.roster.message.attempt}, "
+            f"{len(commit.roster.message.readys)} ready, counted {counted:b}), electors {self.state.electors}",
         )
         self._train()
         self.feed(Applied(round=self.state.base.round, state_hash=self.state.base.state_hash))
@@ -372,8 +387,6 @@ class Node:
 
 
 def describe_event(event: Event) -> str:
-    from protocol import wire
-
     if isinstance(event, Received):
         try:
             signed = wire.decode(event.data)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from sim_model import Account, Outbox, Payload
+
 from protocol import chain, wire
 from protocol.chain import ChainState
 from protocol.messages import Commit
 from protocol.names import Digest, PeerId
-from sim_model import Account, Outbox, Payload
 
 
 class Violation(AssertionError):

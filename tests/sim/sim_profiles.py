@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.names import PeerId
 from sim_model import make_rules
 from sim_world import Switches, Weather, World
+
+from protocol.names import PeerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,33 +25,64 @@ class Profile:
 PROFILES: dict[str, Profile] = {
     "calm": Profile(weather=Weather(), weather_s=0.0, within_s=60.0, says="nothing goes wrong"),
     "lossy": Profile(
-        weather=Weather(loss=0.15, duplication=0.1, late=0.1), weather_s=30.0, says="lost, repeated, reordered"
+        weather=Weather(loss=0.15, duplication=0.1, late=0.1, transfer_loss=0.05),
+        weather_s=20.0,
+        says="messages lost, repeated, reordered; transfers broken off",
     ),
     "crashy": Profile(
-        weather=Weather(loss=0.03, late=0.03, crashes=0.02, crash_in_effects=0.002, journal_losses=0.0),
-        weather_s=60.0,
-        says="nodes die at any effect and come back",
+        weather=Weather(loss=0.03, late=0.03, crashes=0.02, crash_in_effects=0.002),
+        weather_s=40.0,
+        says="nodes die between any two effects and come back",
     ),
     "torn": Profile(
         weather=Weather(crashes=0.02, journal_losses=0.3, down_s=(0.5, 8.0)),
-        weather_s=60.0,
+        weather_s=40.0,
         within_s=400.0,
         says="nodes come back without their journal",
     ),
+    "duel": Profile(
+        weather=Weather(
+            delay_s=(0.02, 0.6),
+            loss=0.1,
+            transfer_loss=0.25,
+            isolations=0.5,
+            isolation_crashes=0.4,
+            partition_s=(12.0, 40.0),
+            down_s=(0.2, 2.0),
+        ),
+        weather_s=90.0,
+        within_s=400.0,
+        says="whoever commits first is cut off, while others die and come back",
+    ),
     "partition": Profile(
         weather=Weather(partitions=0.05, one_way=0.3, loss=0.02),
-        weather_s=120.0,
+        weather_s=80.0,
         within_s=400.0,
-        says="splits and heals",
+        says="splits, also in one direction only, and heals",
     ),
     "churn": Profile(
         weather=Weather(crashes=0.01, leaves=0.01, loss=0.02, down_s=(0.5, 30.0)),
-        weather_s=90.0,
+        weather_s=60.0,
         joiners=2,
         within_s=400.0,
         says="peers come, leave and die",
     ),
-    "joiners": Profile(weather=Weather(loss=0.02), weather_s=30.0, joiners=3, says="others join one founder or more"),
+    "small": Profile(
+        weather=Weather(crashes=0.02, leaves=0.005, down_s=(5.0, 60.0)),
+        weather_s=90.0,
+        joiners=2,
+        within_s=400.0,
+        says="between one and three peers, most of them often away for long",
+    ),
+    "joiners": Profile(weather=Weather(loss=0.02), weather_s=25.0, joiners=3, says="others join, one after another"),
+    "pair": Profile(
+        weather=Weather(loss=0.02, crashes=0.005),
+        weather_s=40.0,
+        joiners=1,
+        min_peers=2,
+        within_s=400.0,
+        says="a round needs two contributors, and a founder alone has to wait for one",
+    ),
 }
 
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
-from protocol import chain, wire
-from protocol.names import PeerId
-from protocol.rules import Rules
 from sim_model import CheapKeyring
 from sim_node import Node
 from sim_oracle import Oracle, Violation
+
+from protocol import chain, wire
+from protocol.names import PeerId
+from protocol.rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Weather:
     late: float = 0.0
     """Share of messages that are delayed by up to `late_s` more."""
     late_s: float = 3.0
+    transfer_loss: float = 0.0
+    """Share of bulk transfers between engines that break off."""
     crashes: float = 0.0
     crash_in_effects: float = 0.0
     """Chance, per event that has effects, to die between two of them."""
@@ -38,8 +41,13 @@ class Weather:
     partition_s: tuple[float, float] = (5.0, 60.0)
     one_way: float = 0.0
     """Share of partitions that cut one direction only."""
+    isolations: float = 0.0
+    """Chance that the first peer to commit a round is cut off at that very moment, what it last sent included."""
+    isolation_crashes: float = 0.0
+    """Chance of each other peer to die at that moment."""
     leaves: float = 0.0
     training_s: tuple[float, float] = (0.5, 2.0)
+    apply_s: tuple[float, float] = (0.0, 0.02)
 
 
 @dataclass(slots=True)
@@ -48,6 +56,8 @@ class Switches:
 
     forget_votes: bool = False
     freeze_twice: bool = False
+    accuse: bool = True
+    """False: a peer may accuse an honest one, so that only the invariants speak."""
 
 
 class World:
@@ -69,7 +79,7 @@ class World:
         self.random = random.Random(seed)
         self.rules = rules
         self.weather = weather
-        self.calm = Weather(training_s=weather.training_s)
+        self.calm = Weather(training_s=weather.training_s, apply_s=weather.apply_s)
         self.switches = switches or Switches()
         self.oracle = Oracle()
         self.now_s = 0.0
@@ -78,6 +88,7 @@ class World:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._cut: set[tuple[PeerId, PeerId]] = set()
+        self._decided_round = -1
         genesis = chain.genesis(rules)
         self.oracle.births.add(genesis.base.lineage)
         self.nodes: dict[PeerId, Node] = {}
@@ -139,7 +150,8 @@ class World:
 
         def arrive() -> None:
             alive = lives == (self.nodes[sender].life, self.nodes[to].life) and self.nodes[to].machine is not None
-            (action if alive and self.connected(sender, to) else lost)()
+            broken = self.weather.transfer_loss and self.random.random() < self.weather.transfer_loss
+            (action if alive and self.connected(sender, to) and not broken else lost)()
 
         self.after(self.delay_s() * 2, arrive)
 
@@ -194,6 +206,19 @@ class World:
         self._cut = set()
         self.note("------", "healed")
         self._next_partition()
+
+    def decided(self, peer: PeerId, round_: int) -> None:
+        """The moment that tells protocols apart: one peer knows the decision and nobody else does."""
+        first, self._decided_round = round_ > self._decided_round, max(self._decided_round, round_)
+        if not first or not self.weather.isolations or self.random.random() >= self.weather.isolations:
+            return
+        self.note("------", f"{peer} is cut off")
+        others = [other for other in self.nodes if other != peer]
+        self._cut = {(peer, other) for other in others} | {(other, peer) for other in others}
+        self.after(self.random.uniform(*self.weather.partition_s), self._heal)
+        for other in others:
+            if self.random.random() < self.weather.isolation_crashes:
+                self.nodes[other].crash()
 
     def clear(self) -> None:
         """The weather ends: everything is connected, everyone who is down comes back."""

@@ -1,0 +1,236 @@
+"""Chosen faults with exact expectations: who goes on, how soon, and what it costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from sim_model import make_rules
+from sim_node import Node
+from sim_profiles import peer_names
+from sim_world import Weather, World
+
+from protocol import chain, wire
+from protocol.events import Received, StartExchange
+from protocol.messages import NIL, Heartbeat, Join, Proposal, Ready, Vote
+from protocol.names import digest
+
+STILL = Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0))
+
+
+def swarm(
+    founders: int,
+    *,
+    joiners: int = 0,
+    seed: int = 1,
+    weather: Weather = STILL,
+    min_peers: int = 1,
+    rounds: int | None = None,
+) -> World:
+    names = peer_names(founders + joiners)
+    rules = make_rules(names[:founders], min_peers=min_peers, final_round=rounds)
+    world = World(seed=seed, rules=rules, weather=weather, joiners=names[founders:], trace=True)
+    for name in names[:founders]:
+        world.nodes[name].start()
+    return world
+
+
+def run_to(world: World, round_: int, within_s: float, nodes: Sequence[Node] | None = None) -> float:
+    """Lets `nodes` (default: all that are up) reach `round_`; the seconds that it took."""
+    start_s = world.now_s
+    wanted = nodes if nodes is not None else world.up()
+
+    def there() -> bool:
+        return all(node.state.base.round >= round_ for node in wanted)
+
+    world.run(start_s + within_s, stop=there)
+    where = [(node.peer, node.state.base.round, node.machine and node.machine.reason) for node in wanted]
+    assert there(), f"round {round_} not reached within {within_s} s: {where}"
+    return world.now_s - start_s
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 5])
+def test_a_round_ends_the_moment_its_last_contribution_is_there(peers: int) -> None:
+    """With links that take no time, agreement takes none either, and nobody is left out."""
+    world = swarm(peers)
+    run_to(world, 5, 30.0)
+    for round_ in range(5):
+        last_s = max(node.trained_s[round_] for node in world.up())
+        for node in world.up():
+            assert node.committed_s[round_] == pytest.approx(last_s, abs=1e-9)
+            commit = node.committed[round_]
+            assert commit.roster.message.attempt == 0
+            assert chain.counted_bits(commit.headers) == (1 << peers) - 1
+
+
+@pytest.mark.parametrize("elector_dies", [True, False])
+def test_a_swarm_of_two_survives_the_death_of_either(elector_dies: bool) -> None:
+    world = swarm(2)
+    run_to(world, 3, 30.0)
+    (elector,) = world.nodes["PeerA"].state.electors
+    dead = world.nodes[elector] if elector_dies else next(n for n in world.up() if n.peer != elector)
+    (survivor,) = [node for node in world.up() if node is not dead]
+    dead.kill()
+    took_s = run_to(world, survivor.state.base.round + 2, 60.0, [survivor])
+    rules = world.rules
+    # The elector of two is drawn anew with every commit: a dead one may be drawn once more before it is dropped.
+    reforms = len(world.oracle.births) - 1
+    assert reforms == 1 or (reforms == 0 and not elector_dies)
+    assert took_s < rules.heartbeat_timeout_s + rules.fork_timeout_s + 3 * world.weather.training_s[1] + 1.0
+    # Back again: both on one lineage, both contributing.
+    dead.start()
+    world.expect_progress(3, 120.0)
+    run_to(world, world.furthest() + 2, 30.0)
+    last = survivor.committed[-1]
+    assert len(last.roster.message.readys) == 2
+    assert chain.counted_bits(last.headers) == 0b11
+
+
+def test_down_to_one_and_up_again() -> None:
+    world = swarm(1, joiners=2)
+    world.nodes["PeerB"].start()
+    world.nodes["PeerC"].start()
+    world.run(40.0, stop=lambda: len(world.nodes["PeerA"].state.electors) == 3)
+    assert len(world.nodes["PeerA"].state.electors) == 3
+    for victim in ("PeerA", "PeerB"):
+        world.nodes[victim].kill()
+        run_to(world, world.furthest() + 3, 120.0)
+    last = world.nodes["PeerC"]
+    assert last.state.electors == ("PeerC",)
+    for victim in ("PeerA", "PeerB"):
+        world.nodes[victim].start()
+    world.expect_progress(6, 180.0)
+    assert len(last.state.members) == 3
+
+
+@pytest.mark.parametrize("role", ["coordinator", "other"])
+@pytest.mark.parametrize("moment", ["ready", "exchange"])
+def test_one_of_four_dies_in_the_middle_of_a_round(role: str, moment: str) -> None:
+    """The survivors commit the same round, at most two attempts on."""
+    world = swarm(4)
+    run_to(world, 2, 30.0)
+    state = world.nodes["PeerA"].state
+    coordinator = chain.coordinator(state, 0)
+    victim = coordinator if role == "coordinator" else next(peer for peer in state.electors if peer != coordinator)
+    node = world.nodes[victim]
+
+    def mortal(perform: Callable[..., None]) -> Callable[..., None]:
+        def dying(effect: object, before: object) -> None:
+            if moment == "exchange" and isinstance(effect, StartExchange):
+                node.kill()
+            else:
+                perform(effect, before)
+
+        return dying
+
+    node._perform = mortal(node._perform)  # type: ignore[method-assign]
+    if moment == "ready":
+        machine = node.machine
+        assert machine is not None
+        world.run(world.now_s + 30.0, stop=lambda: machine.round.my_ready is not None)
+        node.kill()
+    rest = [other for other in world.nodes.values() if other is not node]
+    took_s = run_to(world, 3, 60.0, rest)
+    (attempt,) = {other.committed[2].roster.message.attempt for other in rest}
+    assert attempt <= 2
+    assert took_s < 40.0
+    assert len(world.oracle.births) == 1
+
+
+def test_all_die_and_come_back() -> None:
+    """The lineage continues, without a REFORM."""
+    world = swarm(3)
+    run_to(world, 3, 30.0)
+    for node in world.up():
+        node.kill()
+    world.run(world.now_s + 100.0)
+    for node in world.nodes.values():
+        node.start()
+    world.expect_progress(2, 60.0)
+    assert len(world.oracle.births) == 1
+
+
+def test_a_founder_alone_waits_for_a_second_contributor() -> None:
+    """`min_peers` 2: nothing commits alone, a roster without parts admits the second, and no work is lost."""
+    world = swarm(1, joiners=1, min_peers=2)
+    founder = world.nodes["PeerA"]
+    world.run(60.0)
+    assert founder.state.base.round == 0
+    assert founder.machine is not None
+    assert founder.machine.phase == "paused"
+    assert "min_peers" in founder.machine.reason
+    world.nodes["PeerB"].start()
+    run_to(world, 3, 60.0)
+    assert founder.committed[0].roster.message.plan is None
+    assert chain.counted_bits(founder.committed[1].headers) == 0b11
+    assert founder.account.carried == [0, 0, 0] or founder.state.base.round == 3
+
+
+def test_the_run_ends_for_all_together() -> None:
+    world = swarm(3, rounds=4)
+    run_to(world, 4, 30.0)
+    world.run(world.now_s + 10.0)
+    assert all(node.finished for node in world.nodes.values())
+    assert {node.state.base.round for node in world.nodes.values()} == {4}
+    assert {node.machine.phase for node in world.up() if node.machine is not None} == {"finished"}
+
+
+@pytest.mark.parametrize("peers", [2, 4])
+def test_a_leaver_is_not_waited_for(peers: int) -> None:
+    world = swarm(peers)
+    run_to(world, 2, 30.0)
+    leaver = world.nodes[world.nodes["PeerA"].state.electors[0]]
+    leaver.leave()
+    world.run(world.now_s + 3.0)
+    leaver.kill()
+    rest = [node for node in world.nodes.values() if node is not leaver]
+    took_s = run_to(world, rest[0].state.base.round + 2, 60.0, rest)
+    assert took_s < 15.0
+    assert all(chain.member(node.state, leaver.peer) is None for node in rest)
+
+
+def test_bad_bytes_and_hostile_members_harm_nobody() -> None:
+    """Noise, damaged messages, and well-signed nonsense of a member: dropped, named, and the rounds go on."""
+    world = swarm(4)
+    world.switches.accuse = False
+    run_to(world, 2, 30.0)
+    hostile, chance = world.nodes["PeerD"], random.Random(5)
+    heard: list[bytes] = []
+    original = world.send
+
+    def listening(sender: str, to: str | None, data: bytes) -> None:
+        heard.append(data)
+        original(sender, to, data)
+
+    world.send = listening  # type: ignore[method-assign]
+    run_to(world, 3, 30.0)
+    hostile.kill()
+    honest = world.up()
+    for number in range(3000):
+        data = bytearray(chance.choice(heard)) if heard and chance.random() < 0.5 else bytearray(chance.randbytes(40))
+        for _ in range(chance.randrange(1, 4)):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        base = chance.choice(honest).state.base
+        match number % 6:
+            case 0:
+                message = Vote(base=base, attempt=chance.randrange(2**20), phase=chance.randrange(1, 3), value=NIL)
+            case 1:
+                message = Vote(base=base, attempt=chance.randrange(4), phase=1, value=digest(chance.randbytes(4)))
+            case 2:
+                message = Ready(base=base, tokens=((3, chance.randrange(1, 2**40)),), norm=1.0)
+            case 3:
+                message = Proposal(
+                    base=base, attempt=chance.randrange(4), roster_id=digest(b"none"), headers=(None,) * 3
+                )
+            case 4:
+                message = Join(base=base, units_wanted=chance.randrange(2**30))
+            case _:
+                message = Heartbeat(base=base, attempt=0, able=True, incarnation=bytes(16))
+        signed = wire.encode(wire.sign(hostile.keyring, hostile.peer, message))
+        for node in honest:
+            node.feed(Received(data=bytes(data), from_peer=hostile.peer))
+            node.feed(Received(data=signed, from_peer=hostile.peer))
+        if number % 100 == 0:
+            world.run(world.now_s + 0.2)
+    run_to(world, world.furthest() + 2, 120.0, honest)
