@@ -235,6 +235,15 @@ def test_a_roster_without_parts_applies_joins() -> None:
     assert judge(roster, ()) is None
 
 
+def test_a_quorum_is_of_electors_not_of_members() -> None:
+    joiners = tuple(f"J{number}" for number in range(4))
+    state = step(STATE, RULES, plain_commit(STATE, RULES, joins=joiners))
+    few = [sign_ready(state, RULES, peer) for peer in (*state.electors[:2], *joiners)]
+    assert "READYs of 2 electors; 3 are" in (check_roster(state, RULES, sign_roster(state, RULES, few), KEYRING) or "")
+    enough = [sign_ready(state, RULES, peer) for peer in (*state.electors[:3], *joiners)]
+    assert check_roster(state, RULES, sign_roster(state, RULES, enough), KEYRING) is None
+
+
 def test_omissions() -> None:
     readys = [sign_ready(STATE, RULES, peer) for peer in PEERS[:4]]
     for attempt in (0, 1, 2):
@@ -306,6 +315,12 @@ def test_weights_differ_by_part() -> None:
     assert judge(roster, sign_headers(RULES, roster, without={1: 0b001, 3: 0b001})) is None
     why = judge(roster, sign_headers(RULES, roster, without={0: 0b001}))
     assert "part 0 has less than half" in (why or "accepted")
+    # The same bitmap may do in one part and not in the next.
+    heavy = altered(readys[0], tokens=((3, 300), (1, 900)))
+    roster = sign_roster(STATE, RULES, [heavy, *light])
+    assert judge(roster, sign_headers(RULES, roster, without={0: 0b001})) is None
+    why = judge(roster, sign_headers(RULES, roster, without={0: 0b001, 3: 0b001}))
+    assert "part 3 has less than half" in (why or "accepted")
 
 
 def test_parts_must_be_held() -> None:

@@ -140,6 +140,17 @@ def test_nested_bodies_stay_as_they_arrived() -> None:
     assert wire.verify(KEYRING, arrived)
 
 
+def test_a_vote_on_a_reform_has_one_form() -> None:
+    """A Reformed keeps the votes' signatures only: verifiers write their bodies anew."""
+    vote = next(sample for sample in SAMPLES if isinstance(sample.message, ReformVote) and sample.message.sign)
+    field = pb.ReformVote(base=pb.ReformVote.FromString(vote.body).base).SerializeToString()
+    body = vote.body[len(field) :] + field
+    assert pb.ReformVote.FromString(body) == pb.ReformVote.FromString(vote.body)
+    wire.decode(wire.encode(vote))
+    with pytest.raises(wire.WireError, match="canonical"):
+        wire.decode(wire.encode(replace(vote, body=body)))
+
+
 def test_a_roster_is_named_by_its_body() -> None:
     readys = [sign_ready(STATE, RULES, peer) for peer in PEERS]
     first, second = (sign_roster(STATE, RULES, readys, attempt=attempt) for attempt in (0, 1))
