@@ -7,18 +7,18 @@ next call is due without any event.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
 
-from protocol import chain, commits, lineages, wire
+from protocol import chain, commits, wire
 from protocol.chain import ChainState
 from protocol.describe import describe
+from protocol.early import EarlyMail
 from protocol.events import (
     Alarm,
     Applied,
-    CatchUp,
     Effect,
     Event,
     ExchangeEnded,
@@ -36,6 +36,7 @@ from protocol.events import (
     StorageAble,
     TrainerProgress,
 )
+from protocol.following import COMMITS_KEPT, Follower
 from protocol.journal import Journal, JournalTorn, barred_with, decode_journal
 from protocol.messages import (
     Commit,
@@ -57,19 +58,11 @@ from protocol.messages import (
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.outbox import Outbox
 from protocol.presence import Presence
+from protocol.record import UNKNOWN_PAST
 from protocol.reform import Reforming
-from protocol.round import UNKNOWN_PAST, Round
+from protocol.round import Round
 from protocol.rules import Rules
 from protocol.standing import Standing
-
-COMMITS_KEPT = 8
-"""Commits served from memory to peers a few rounds behind."""
-EARLY_KEPT = 32
-"""Messages for a base that I have not reached yet, per sender."""
-EARLY_SENDERS = 256
-EARLY_BYTES = 64 * 1024 * 1024
-FETCH_FAILURES = 3
-"""After this many failed attempts to get a commit's parts, a peer ahead of me is caught up with instead."""
 
 
 class PeerMachine:
@@ -120,16 +113,12 @@ class PeerMachine:
         self._parent_sent_s: dict[PeerId, float] = {}
         self._parent: tuple[Base, Signed[Reformed]] | None = None
         """The base that my lineage was born from, and the proof, for those of E′ who missed it."""
-        self._early: dict[PeerId, deque[Signed[Any]]] = {}
-        self._early_bytes = 0
+        self._early = EarlyMail()
         self._foreign_states: dict[Digest, set[PeerId]] = {}
         self._heartbeat_s = now_s
         self._join_s = now_s
         self._leave_s = now_s
-        self._pull_s = now_s
-        self._catch_up_s = now_s
-        self._behind_since_s: float | None = None
-        self._outvoted_since_s: float | None = None
+        self.follower = Follower(self.standing)
         self._final_since_s: float | None = None
         self.finished = False
         promised, fence = self._read_journal(journal, journal_lost)
@@ -251,7 +240,7 @@ class PeerMachine:
             self._old_commit(signed, base)
         elif base.round in (mine.round, mine.round + 1):
             self._suspect(signed, base)
-            self._keep_early(signed, base)
+            self._early.keep(signed)
         self._help_along(signed.sender, base)
 
     def _route(self, signed: Signed[Any]) -> None:
@@ -278,19 +267,6 @@ class PeerMachine:
                 reformed = self.reforming.accepts(signed.message)
                 if reformed is not None:
                     self._reborn(reformed)
-
-    def _keep_early(self, signed: Signed[Any], base: Base) -> None:
-        """Faster peers are a moment ahead: their messages wait here for my commit."""
-        known = self._early.get(signed.sender)
-        if known is None:
-            if len(self._early) >= EARLY_SENDERS:
-                return
-            known = self._early[signed.sender] = deque()
-        if len(known) >= EARLY_KEPT:
-            self._early_bytes -= len(known.popleft().body)
-        if self._early_bytes + len(signed.body) <= EARLY_BYTES:
-            self._early_bytes += len(signed.body)
-            known.append(signed)
 
     def _suspect(self, signed: Signed[Any], base: Base) -> None:
         """A quorum that names my `prev` but another state says that mine is corrupt (protocol section 8)."""
@@ -373,17 +349,11 @@ class PeerMachine:
         self.round = Round(standing=self.standing, state=state, journal=promised, fence=fence)
         self.reforming = Reforming(standing=self.standing, state=state, signed=promised.reform)
         self._foreign_states = {}
-        self._behind_since_s = None
         self._join_s = self.outbox.now_s
         self._heartbeat_s = self.outbox.now_s
-        early, self._early, self._early_bytes = self._early, {}, 0
-        for kept in early.values():
-            for signed in kept:
-                base = _base_of(signed)
-                if base == state.base:
-                    self._route(signed)
-                elif base.round >= state.base.round:
-                    self._keep_early(signed, base)
+        self.follower.progressed()
+        for signed in self._early.release(state.base):
+            self._route(signed)
 
     def _applied(self, event: Applied) -> None:
         commit = self.round.commit
@@ -436,8 +406,10 @@ class PeerMachine:
         self._beat()
         self._leave()
         self._join()
-        self._follow()
-        self._meet()
+        if not self.final:
+            self.follower.follow(self.round)
+        if not self.finished:
+            self.follower.meet(self.round)
         silence_s = self.standing.presence.next_silence_s(self.outbox.now_s)
         if silence_s is not None:
             # Silence begins after the timeout, not at it.
@@ -467,7 +439,7 @@ class PeerMachine:
             self.outbox.broadcast(leaves[self.me])
 
     def _join(self) -> None:
-        if not self._wants_to_join() or self._ahead():
+        if not self._wants_to_join() or self.follower.ahead(self.round):
             return
         if self.outbox.due(self._join_s):
             self._join_s = self.outbox.now_s + self.rules.resend_s
@@ -479,53 +451,6 @@ class PeerMachine:
         allowed = self.rules.allowed_peers is None or self.me in self.rules.allowed_peers
         wants = self.wants_membership and allowed and not self.standing.leaving and not self.final
         return wants and chain.member(self.state, self.me) is None
-
-    def _ahead(self) -> list[tuple[int, PeerId]]:
-        """Peers of my lineage in later rounds, the furthest last."""
-        mine = self.state.base
-        return sorted(
-            (heard.base.round, peer)
-            for peer, heard in self.standing.fresh.items()
-            if heard.base.lineage == mine.lineage and heard.base.round > mine.round
-        )
-
-    def _follow(self) -> None:
-        """Behind my lineage: ask for the next commit, and if that does not help, have the node catch up."""
-        ahead = self._ahead()
-        if not ahead or self.round.applying:
-            self._behind_since_s = None
-            return
-        now_s, resend_s = self.outbox.now_s, self.rules.resend_s
-        if self._behind_since_s is None:
-            self._behind_since_s = now_s
-        if self.round.commit is None and self.outbox.due(self._pull_s):
-            self._pull_s = now_s + resend_s / 2
-            self.outbox.due(self._pull_s)
-            wanted = Fetch(hash=self.state.base.digest())
-            # The nearest ahead is the likeliest to have it still; the furthest is where to go if not.
-            for peer in dict.fromkeys([ahead[0][1], ahead[-1][1]]):
-                self.outbox.tell(peer, wanted)
-        failures = max((candidate.fetch_failures for candidate in self.round.candidates.values()), default=0)
-        stuck = self.outbox.due(self._behind_since_s + 3 * resend_s) and self.round.commit is None
-        stuck = stuck or (self.round.commit is not None and failures >= FETCH_FAILURES)
-        if stuck or ahead[-1][0] > self.state.base.round + COMMITS_KEPT:
-            self._catch_up(ahead[-1][1], ahead[-1][0], self.state.base.lineage)
-
-    def _catch_up(self, peer: PeerId, round_: int, lineage: Digest) -> None:
-        if self.outbox.due(self._catch_up_s):
-            self._catch_up_s = self.outbox.now_s + 5 * self.rules.resend_s
-            self.outbox.emit(CatchUp(peer=peer, round=round_, lineage=lineage))
-
-    def _meet(self) -> None:
-        """Another lineage of this run is heard: follow it once it has won for long enough."""
-        verdict = None if self.finished else lineages.choose(self.state.base, self.standing.fresh)
-        if verdict is None:
-            self._outvoted_since_s = None
-            return
-        if self._outvoted_since_s is None:
-            self._outvoted_since_s = self.outbox.now_s
-        if self.outbox.due(self._outvoted_since_s + self.rules.fork_timeout_s / 2):
-            self._catch_up(verdict.peer, verdict.round, verdict.lineage)
 
     @property
     def final(self) -> bool:
@@ -590,14 +515,3 @@ class PeerMachine:
     def reason(self) -> str:
         """One sentence: what am I waiting for?"""
         return describe(self)[1]
-
-
-def _base_of(signed: Signed[Any]) -> Base:
-    match signed.message:
-        case Reformed():
-            return signed.message.reform.base
-        case Commit():
-            return signed.message.roster.message.base
-        case _:
-            base: Base = signed.message.base
-            return base

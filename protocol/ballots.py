@@ -1,0 +1,190 @@
+"""Voting in the attempts of one round: when to vote for what, and when to go on (protocol section 5)."""
+
+from __future__ import annotations
+
+from protocol import chain
+from protocol.judging import Judge
+from protocol.messages import NIL, Certificate, Ready, Signed, Vote
+from protocol.names import Digest
+from protocol.record import Record
+from protocol.standing import Stopwatch
+from protocol.votes import ATTEMPTS_KEPT, PHASES, Lock
+
+
+class Ballots:
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.judge = Judge(record)
+        self.watch = Stopwatch()
+        self._start_timers()
+
+    def _start_timers(self) -> None:
+        self.watch = Stopwatch(seen_s=self.record.outbox.now_s)
+        self.watched_roster = False
+        self.first_votes_s: float | None = None
+        self.second_votes_s: float | None = None
+
+    def _enter(self, attempt: int) -> bool:
+        record = self.record
+        for candidate in record.candidates.values():
+            candidate.stop(record.outbox)
+        record.attempt = attempt
+        self._start_timers()
+        self._adopt_valid()
+        record.quiet()
+        return True
+
+    def enter_later(self) -> bool:
+        later = self.record.agreement.later_attempt(self.record.attempt)
+        return later is not None and self._enter(later)
+
+    def _length_s(self, short_s: float | None = None) -> float:
+        """An attempt's own time, doubled for each attempt before it, without what the roster gives the exchange."""
+        record = self.record
+        first_s = record.rules.attempt_timeout_s if short_s is None else min(short_s, record.rules.attempt_timeout_s)
+        return float(min(first_s * 2 ** min(record.attempt, 30), record.rules.attempt_timeout_max_s))
+
+    def _timed_out(self) -> bool:
+        """Whether this attempt's timer has run out for the phase-1 vote."""
+        record = self.record
+        candidate = record.current()
+        if candidate is not None:
+            if not self.watched_roster:
+                self.watched_roster = True
+                self.watch = Stopwatch(seen_s=record.outbox.now_s)
+            self.watch.run(True, record.outbox.now_s)
+            return self.watch.reached(
+                candidate.closes_s(record.rules) - candidate.seen_s + self._length_s(), record.outbox
+            )
+        leader = record.leader()
+        silent = leader != record.me and leader not in record.standing.fresh
+        due_s = record.due_s()
+        started = record.assembly.enough() and (silent or (due_s is not None and record.outbox.due(due_s)))
+        started = started or (record.attempt > 0 and (record.valid is not None or bool(record.candidates)))
+        self.watch.run(started, record.outbox.now_s)
+        return self.watch.reached(self._length_s(2 * record.rules.grace_s if silent else None), record.outbox)
+
+    def next_attempt(self) -> bool:
+        record = self.record
+        if len(record.agreement.cast(record.attempt, 2)) < record.quorum:
+            return False
+        if self.second_votes_s is None:
+            self.second_votes_s = record.outbox.now_s
+        if record.agreement.undecidable(record.attempt, 2):
+            return self._enter(record.attempt + 1)
+        due = record.outbox.due(self.second_votes_s + self._length_s(record.rules.grace_s))
+        return due and self._enter(record.attempt + 1)
+
+    def _may_cast(self, phase: int) -> bool:
+        record = self.record
+        return (
+            record.elector
+            and record.standing.voting
+            and (record.attempt, phase) not in record.my_votes
+            and record.attempt_voted() <= record.attempt
+        )
+
+    def _cast(
+        self, phase: int, value: Digest, left_out: tuple[Signed[Ready], ...] = (), *, attempt: int | None = None
+    ) -> bool:
+        record = self.record
+        attempt = record.attempt if attempt is None else attempt
+        vote = Vote(
+            base=record.base,
+            attempt=attempt,
+            phase=phase,
+            value=value,
+            failed_edges=() if value else tuple(sorted(record.unreachable)),
+            left_out=left_out,
+        )
+        signed = record.outbox.sign(vote)
+        record.my_votes[attempt, phase] = signed
+        record.agreement.add(signed)
+        record.standing.persist()
+        record.outbox.broadcast(signed)
+        record.quiet()
+        return True
+
+    def vote_first(self) -> bool:
+        record = self.record
+        if not self._may_cast(1) or (record.attempt, 2) in record.my_votes:
+            return False
+        if record.attempt in record.conflicts:
+            return self._cast(1, NIL)
+        signed = record.proposals.get(record.attempt)
+        if signed is not None:
+            candidate = record.candidates.get(signed.message.roster_id)
+            if candidate is None:
+                record.want_roster(signed.message.roster_id, signed.sender)
+            else:
+                candidate.proposed.add(record.attempt)
+                left_out = self.judge.left_out(candidate)
+                if self.judge.refuses(signed.message, candidate) is not None or left_out:
+                    candidate.refused = True
+                    return self._cast(1, NIL, left_out)
+                if self.judge.held(signed, candidate):
+                    decision = chain.decision(record.base_digest, candidate.roster_id, signed.message.headers)
+                    may = record.agreement.may_vote(
+                        decision, attempt=record.attempt, valid_attempt=signed.message.valid_attempt
+                    )
+                    return self._cast(1, decision if may else NIL)
+        elif record.leader() == record.me and record.attempt <= record.fence:
+            # An earlier life may have led this attempt; nothing that I send for it could be trusted.
+            return self._cast(1, NIL)
+        return self._timed_out() and self._cast(1, NIL)
+
+    def vote_second(self) -> bool:
+        record = self.record
+        if not self._may_cast(2):
+            return False
+        made = record.agreement.certificate(record.attempt, 1)
+        if made is not None:
+            decision, certificate = made
+            if self._content_held(decision, certificate):
+                record.agreement.lock = Lock(attempt=record.attempt, decision=decision)
+                record.valid = (record.attempt, decision, certificate)
+                return self._cast(2, decision)
+        elif record.agreement.undecidable(record.attempt, 1) and record.agreement.nils(record.attempt, 1):
+            return self._cast(2, NIL)
+        if len(record.agreement.cast(record.attempt, 1)) < record.quorum:
+            return False
+        if self.first_votes_s is None:
+            self.first_votes_s = record.outbox.now_s
+        length_s = self._length_s(None if made is not None else record.rules.grace_s)
+        return record.outbox.due(self.first_votes_s + length_s) and self._cast(2, NIL)
+
+    def _content_held(self, decision: Digest, certificate: Certificate) -> bool:
+        record = self.record
+        content = record.contents.get(decision)
+        if content is None:
+            return False
+        voters = [vote.sender for vote in certificate.votes]
+        candidate = record.candidates.get(content[0])
+        if candidate is None:
+            for voter in voters:
+                record.want_roster(content[0], voter)
+            return False
+        return candidate.problem is None and candidate.hold(content[1], voters, record.outbox)
+
+    def _adopt_valid(self) -> None:
+        """A QC of a later attempt than my valid value's replaces it, if I know what it is about."""
+        record = self.record
+        newest = -1 if record.valid is None else record.valid[0]
+        for attempt in range(record.attempt - 1, max(newest, record.attempt - ATTEMPTS_KEPT), -1):
+            made = record.agreement.certificate(attempt, 1)
+            if made is not None and made[0] in record.contents and record.contents[made[0]][0] in record.candidates:
+                record.valid = (attempt, *made)
+                return
+
+    def close_behind(self, attempt: int) -> None:
+        """An elector is still in an attempt that I have left. Where I have not voted there, NIL helps it on.
+
+        Without this, one elector in attempt 1 and one in attempt 0 of three wait for each other for ever once the third
+        is dead: neither sees a quorum of votes of one attempt.
+        """
+        record = self.record
+        if attempt <= record.attempt - ATTEMPTS_KEPT or record.attempt <= record.fence:
+            return
+        for phase in PHASES:
+            if (attempt, phase) not in record.my_votes:
+                self._cast(phase, NIL, attempt=attempt)

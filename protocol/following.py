@@ -1,0 +1,76 @@
+"""A peer behind its lineage, or on one that lost: how it gets to where the others are (protocol sections 5, 9, 10)."""
+
+from __future__ import annotations
+
+from protocol import lineages
+from protocol.events import CatchUp
+from protocol.messages import Fetch
+from protocol.names import Digest, PeerId
+from protocol.record import Record
+from protocol.standing import Standing
+
+COMMITS_KEPT = 8
+"""Commits served from memory to peers a few rounds behind."""
+FETCH_FAILURES = 3
+"""After this many failed attempts to get a commit's parts, a peer ahead of me is caught up with instead."""
+
+
+class Follower:
+    def __init__(self, standing: Standing) -> None:
+        self.standing = standing
+        self.rules = standing.rules
+        self.outbox = standing.outbox
+        self._pull_s = self._catch_up_s = self.outbox.now_s
+        self._behind_since_s: float | None = None
+        self._outvoted_since_s: float | None = None
+
+    def progressed(self) -> None:
+        """A commit was applied, or a lineage born: patience starts anew."""
+        self._behind_since_s = None
+
+    def ahead(self, record: Record) -> list[tuple[int, PeerId]]:
+        """(round, peer) of peers of my lineage in later rounds, the furthest last."""
+        mine = record.base
+        return sorted(
+            (heard.base.round, peer)
+            for peer, heard in self.standing.fresh.items()
+            if heard.base.lineage == mine.lineage and heard.base.round > mine.round
+        )
+
+    def follow(self, record: Record) -> None:
+        """Behind my lineage: ask for the next commit, and if that does not help, have the node catch up."""
+        ahead = self.ahead(record)
+        if not ahead or record.applying:
+            self._behind_since_s = None
+            return
+        now_s, resend_s = self.outbox.now_s, self.rules.resend_s
+        if self._behind_since_s is None:
+            self._behind_since_s = now_s
+        if record.commit is None and self.outbox.due(self._pull_s):
+            self._pull_s = now_s + resend_s / 2
+            self.outbox.due(self._pull_s)
+            wanted = Fetch(hash=record.base_digest)
+            # The nearest ahead is the likeliest to have it still; the furthest is where to go if not.
+            for peer in dict.fromkeys([ahead[0][1], ahead[-1][1]]):
+                self.outbox.tell(peer, wanted)
+        failures = max((candidate.fetch_failures for candidate in record.candidates.values()), default=0)
+        stuck = record.commit is None and self.outbox.due(self._behind_since_s + 3 * resend_s)
+        stuck = stuck or (record.commit is not None and failures >= FETCH_FAILURES)
+        if stuck or ahead[-1][0] > record.base.round + COMMITS_KEPT:
+            self._catch_up(ahead[-1][1], ahead[-1][0], record.base.lineage)
+
+    def meet(self, record: Record) -> None:
+        """Another lineage of this run is heard: follow it once it has won for long enough."""
+        verdict = lineages.choose(record.base, self.standing.fresh)
+        if verdict is None:
+            self._outvoted_since_s = None
+            return
+        if self._outvoted_since_s is None:
+            self._outvoted_since_s = self.outbox.now_s
+        if self.outbox.due(self._outvoted_since_s + self.rules.fork_timeout_s / 2):
+            self._catch_up(verdict.peer, verdict.round, verdict.lineage)
+
+    def _catch_up(self, peer: PeerId, round_: int, lineage: Digest) -> None:
+        if self.outbox.due(self._catch_up_s):
+            self._catch_up_s = self.outbox.now_s + 5 * self.rules.resend_s
+            self.outbox.emit(CatchUp(peer=peer, round=round_, lineage=lineage))
