@@ -30,6 +30,8 @@ ATTACH_TIMEOUT_S = 10.0
 """How long a fresh connection may take for its first frame."""
 SEND_TIMEOUT_S = 10.0
 """A trainer that does not read for this long is cut off: it can reconnect."""
+SUCCESSION_S = 1.0
+"""How long a second trainer waits before it is refused: the first may be ending, its last bytes still unread."""
 KEEPALIVE_S = 10.0
 """`Waiting` is repeated this often, so that a trainer can tell a busy daemon from a dead one."""
 MAX_CONNECTIONS = 8
@@ -111,11 +113,13 @@ class TrainerHost:
         keepalive_s: float = KEEPALIVE_S,
         attach_timeout_s: float = ATTACH_TIMEOUT_S,
         send_timeout_s: float = SEND_TIMEOUT_S,
+        succession_s: float = SUCCESSION_S,
     ) -> None:
         self._home = home
         self._keepalive_s = keepalive_s
         self._attach_timeout_s = attach_timeout_s
         self._send_timeout_s = send_timeout_s
+        self._succession_s = succession_s
         self._welcome: Callable[[], wire.Welcome | wire.Waiting] = lambda: wire.Waiting(reason="the daemon is starting")
         self._fds: Callable[[], tuple[int, int]] | None = None
         self._session: _Session | None = None
@@ -262,6 +266,11 @@ class TrainerHost:
             return f"{error}: attach with node.attach() of version {node.__version__}"
         if not isinstance(first, wire.Attach):
             return f"the first frame is {type(first).__name__} instead of Attach: attach with node.attach()"
+        with trio.move_on_after(self._succession_s):
+            async with self._changed:
+                while self._session is not None:
+                    await self._changed.wait()
+        # From here to `_serve_session` nothing awaits: no two trainers find the place free.
         return self._refusal(first) or first
 
     def _refusal(self, attach: wire.Attach) -> str | None:

@@ -47,14 +47,18 @@ def attach(home: str | os.PathLike[str] | None = None, *, name: str | None = Non
     """
     ranks = Ranks()
     if not ranks.leads:
-        return Swarm(_decode(ranks.share(None)), ranks=ranks, link=None, connected=None)
+        welcome = ranks.share(None)
+        if not welcome:
+            raise AttachRefused("rank 0 could not attach: its message says why")
+        return Swarm(msgspec.msgpack.decode(welcome, type=wire.Welcome), ranks=ranks, link=None, connected=None)
     place = Home(Path(home).expanduser().absolute()) if home is not None else Home(default_home())
     link = DaemonLink(place, name=name or Path(sys.argv[0] or "python").name)
-    link.start(wait_s)
     try:
+        link.start(wait_s)
         connected = _await_welcome(link)
     except BaseException:
         link.close("it gave up before it was welcomed")
+        ranks.share(b"")  # or the others would wait for ever
         raise
     ranks.share(msgspec.msgpack.encode(connected.welcome))
     return Swarm(connected.welcome, ranks=ranks, link=link, connected=connected)
@@ -75,10 +79,6 @@ def _await_welcome(link: DaemonLink) -> Connected:
             logger.info("waiting for the daemon: %s", news)
             said_at = time.monotonic()
         reason = news
-
-
-def _decode(welcome: bytes) -> wire.Welcome:
-    return msgspec.msgpack.decode(welcome, type=wire.Welcome)
 
 
 class Swarm:

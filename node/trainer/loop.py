@@ -63,8 +63,6 @@ class TrainingLoop:
         self._device = choose_device(swarm.device)
         if swarm.threads:
             torch.set_num_threads(swarm.threads)
-        if self._device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = True
         self._model = build_model(swarm.manifest, swarm.allow_functions).to(self._device)
         self._model.train()
         self._inner = inner_optimizer(self._model, self._inner_config)
@@ -111,6 +109,9 @@ class TrainingLoop:
     def _inner_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Forward, backward, clip, AdamW. Returns the batch's mean loss [], on the device."""
         inner = self._inner_config
+        if self._inner_steps and not self._inner.state:
+            # Its work was not finite and `outer` cleared it: as fresh as a joiner's.
+            self._inner_steps, self._joined_late = 0, True
         sequences = len(batch["input_ids"])
         total = torch.zeros((), device=self._device)
         for piece in self._pieces(batch, self._micro_batch):

@@ -57,7 +57,13 @@ class _TakeOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """θ_local = θ everywhere, whatever `counted` says."""
 
 
-_Action: TypeAlias = _Train | _Contribute | _TakeOver
+class _Stop(msgspec.Struct, frozen=True, tag=True):
+    """The daemon now serves another run."""
+
+    reason: str
+
+
+_Action: TypeAlias = _Train | _Contribute | _TakeOver | _Stop
 _ACTIONS: msgspec.msgpack.Decoder[_Action] = msgspec.msgpack.Decoder(_Action)
 
 
@@ -201,6 +207,8 @@ class OuterOptimizer:
         began = self.round
         action = self._next_action(contribute)
         while not isinstance(action, _Train):
+            if isinstance(action, _Stop):
+                raise RunChanged(action.reason)
             if isinstance(action, _Contribute):
                 self._contribute()
             else:
@@ -248,7 +256,7 @@ class OuterOptimizer:
 
     def _reconnected(self, mail: Connected) -> _Action | None:
         if mail.welcome.run_id != self._swarm.run_id:
-            raise RunChanged(
+            return _Stop(
                 f"the daemon now serves the run {mail.welcome.run_id}, and this program trains {self._swarm.run_id}: "
                 "start this program again"
             )

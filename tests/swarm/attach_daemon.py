@@ -114,6 +114,7 @@ class PlayedDaemon:
         automatic: bool = True,
         lease_units: int = 8,
         validate_every: int = 1,
+        device: str = "cpu",
     ) -> None:
         self.home = home
         self.manifest = manifest
@@ -123,6 +124,7 @@ class PlayedDaemon:
         self.automatic = automatic
         self.lease_units = lease_units
         self.validate_every = validate_every
+        self.device = device
         elements = manifest.layout.elements
         self.parts = -(-elements // PART_ELEMENTS)
         self._theta_fd, self.theta = _memfd(elements)
@@ -186,7 +188,7 @@ class PlayedDaemon:
             manifest=self.manifest.canonical(),
             artifacts_directory=str(self.folder / "artifacts"),
             trainer_directory=str(self.folder / "trainer"),
-            device="cpu",
+            device=self.device,
             threads=1,
             allow_functions=(),
             start=self.start(),

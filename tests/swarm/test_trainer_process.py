@@ -124,7 +124,24 @@ def test_the_daemon_goes_away_and_comes_back(tmp_path: Path) -> None:
     trio.run(main)
 
 
-def test_a_model_that_cannot_be_built_is_reported_in_one_sentence(tmp_path: Path) -> None:
+def test_a_device_that_is_not_here_is_the_operators_to_mend(tmp_path: Path) -> None:
+    async def main() -> None:
+        home = Home(tmp_path)
+        manifest, theta = small_run(tmp_path / "artifacts")
+        daemon = PlayedDaemon(home, manifest, theta, folder=tmp_path, device="cuda:99")
+        async with daemon.serving(), trainer(home) as process:
+            with trio.fail_after(60):
+                assert await process.wait() == 2, process.lines
+            await daemon.until(lambda: bool(daemon.of(Detached)))
+            (detached,) = daemon.of(Detached)
+            assert detached.failed
+            assert "'cuda:99' is not here" in detached.reason
+            assert detached.reason in process.lines[-1]
+
+    trio.run(main)
+
+
+def test_data_that_is_missing_is_reported_in_one_sentence(tmp_path: Path) -> None:
     async def main() -> None:
         home = Home(tmp_path)
         manifest, theta = small_run(tmp_path / "artifacts")

@@ -6,11 +6,14 @@ import contextlib
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 import node
 from node.daemon.trainer_host import Attached, Detached, TrainerHost
@@ -179,7 +182,7 @@ def test_a_waiting_trainer_is_told_why_and_welcomed_when_the_state_is_there(tmp_
 @pytest.mark.parametrize("welcomed", [True, False])
 def test_a_second_trainer_is_refused_and_the_first_stays(tmp_path: Path, welcomed: bool) -> None:
     async def main() -> None:
-        async with serving(tmp_path) as served:
+        async with serving(tmp_path, succession_s=0.05) as served:
             if not welcomed:
                 served.answer = wire.Waiting(reason="not yet")
             first = await served.attach(name="first")
@@ -191,6 +194,19 @@ def test_a_second_trainer_is_refused_and_the_first_stays(tmp_path: Path, welcome
             with pytest.raises(trio.EndOfChannel):
                 await second.receive()
             assert served.host.name == "first"
+
+    trio.run(main)
+
+
+def test_a_successor_waits_for_the_end_of_the_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, succession_s=10.0) as served:
+            first = await served.welcomed()
+            second = await served.attach(name="second")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await first.send(wire.Goodbye(reason="it has finished"))
+            assert await second.receive() == WELCOME
+            assert served.host.name == "second"
 
     trio.run(main)
 
@@ -383,3 +399,8 @@ def test_a_trainer_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
             client.close()
 
     trio.run(main)
+
+
+def test_the_daemon_does_not_pay_for_pytorch() -> None:
+    program = "import sys, node.daemon.trainer_host; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 0
