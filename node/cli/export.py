@@ -34,18 +34,18 @@ def export_model(home: Home, directory: Path, *, allow_functions: Sequence[str] 
     if lock.holder(home) is not None:
         point = Control(home).export_point()
         run = runs.load(home, bytes.fromhex(point.run_id))
-        snapshots = [Path(point.snapshot)]
+        found = [Path(point.snapshot)]
     else:
         run = runs.current(home)
-        snapshots = _snapshots(home, run) if run else []
+        found = snapshots(home, run) if run else []
     if run is None:
         raise OperatorError(f"the home {home.path} has no run: join one, or name another home by --home")
-    if not snapshots:
+    if not found:
         raise OperatorError(
             f"the home {home.path} has no snapshot of the run {run.manifest.name!r} yet: start it by `atoll daemon`"
         )
     problems = []
-    for snapshot in snapshots:
+    for snapshot in found:
         try:
             theta = read_theta(run, snapshot)
         except SnapshotDamaged as error:
@@ -59,14 +59,14 @@ class SnapshotDamaged(Exception):
     """One sentence; the next older snapshot may be whole."""
 
 
-def _snapshots(home: Home, run: HomeRun) -> list[Path]:
+def snapshots(home: Home, run: HomeRun) -> list[Path]:
     """Complete snapshots of the run, newest first."""
-    found = []
+    complete = []
     for path in home.engine_directory(run.run_id).joinpath("snapshots").glob("*-*"):
         number, _, state_hash = path.name.partition("-")
         if number.isdigit() and len(state_hash) == 64:
-            found.append((int(number), path))
-    return [path for _, path in sorted(found, reverse=True)]
+            complete.append((int(number), path))
+    return [path for _, path in sorted(complete, reverse=True)]
 
 
 def read_theta(run: HomeRun, snapshot: Path) -> NDArray[np.float32]:

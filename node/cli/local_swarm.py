@@ -22,6 +22,7 @@ import msgspec
 
 from node.cli import runs
 from node.cli.control import Control
+from node.cli.export import snapshots
 from node.cli.runs import HomeRun
 from node.daemon.identity import ensure_identity
 from node.errors import AtollError, OperatorError
@@ -50,6 +51,8 @@ class LocalNode:
     process: subprocess.Popen[bytes] | None = None
     ended: int | None = None
     """Exit status of its newest process; None while that runs, or before the first."""
+    was_ended: bool = False
+    """By `kill` or `stop`: then its end is no failure, whatever round it was in."""
     last: Status | None = None
     """Newest status seen; it outlives the process."""
     history: dict[int, HistoryRound] = field(default_factory=dict)
@@ -166,11 +169,13 @@ class LocalSwarm:
                 start_new_session=True,
             )
         node.ended = None
+        node.was_ended = False
 
     def kill(self, index: int) -> None:
         """SIGKILL to its supervisor: what a power cut does."""
         node = self.nodes[index]
         assert node.process is not None
+        node.was_ended = True
         node.process.kill()
         node.ended = node.process.wait(END_S)
 
@@ -178,6 +183,7 @@ class LocalSwarm:
         """SIGTERM, and its exit status."""
         node = self.nodes[index]
         assert node.process is not None
+        node.was_ended = True
         node.process.send_signal(signal.SIGTERM)
         node.ended = node.process.wait(END_S)
         return node.ended
@@ -215,11 +221,25 @@ class LocalSwarm:
             if status is None:
                 node.ended = node.process.poll()
             if status is None and node.ended is not None:
-                status = _last_status(node.home)
+                status = self._final_status(node)
             if status is not None:
                 node.last = status
                 node.history.update({one.round: one for one in status.history})
         return node.last
+
+    def _final_status(self, node: LocalNode) -> Status | None:
+        """What a node that has just ended by itself left behind: its last words, and the last state on its disk."""
+        status = node.last
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            written = msgspec.json.decode((node.home.path / "last_status.json").read_bytes(), type=Status)
+            if status is None or written.round >= status.round:
+                status = written
+        if status is not None and self.run is not None:
+            for snapshot in snapshots(node.home, self.run)[:1]:
+                number, _, state_hash = snapshot.name.partition("-")
+                if int(number) > status.round:
+                    status = msgspec.structs.replace(status, round=int(number), state_hash=state_hash)
+        return status
 
     def poll(self) -> list[Status | None]:
         """One look at every node."""
@@ -261,13 +281,21 @@ class LocalSwarm:
             time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raises `SwarmFailed` when a node ended by itself with an error (one that was killed is no error)."""
+        """Raises `SwarmFailed` when a node ended by itself with an error, or before the run did."""
         for node in self.nodes:
-            if node.running or node.ended in (None, 0, -signal.SIGKILL):
+            if node.ended is None or node.was_ended:
                 continue
-            output = (self.directory / f"node-{node.index}.out").read_text(errors="replace").splitlines()
-            words = output[-1] if output else "it said nothing"
-            raise SwarmFailed(f"node {node.index} ended with status {node.ended}: {words} (see {node.home.log_file})")
+            if node.ended != 0:
+                output = (self.directory / f"node-{node.index}.out").read_text(errors="replace").splitlines()
+                words = output[-1] if output else "it said nothing"
+                raise SwarmFailed(
+                    f"node {node.index} ended with status {node.ended}: {words}; see {node.home.log_file}"
+                )
+            if node.last is not None and node.last.final_round and node.last.round < node.last.final_round:
+                raise SwarmFailed(
+                    f"node {node.index} left in round {node.last.round} of {node.last.final_round}; "
+                    f"see {node.home.log_file}"
+                )
 
     def reasons(self) -> str:
         """What each node waits for, in one line."""
@@ -276,12 +304,6 @@ class LocalSwarm:
             seen = f"round {node.last.round}, {node.last.phase}, {node.last.reason}" if node.last else "no status yet"
             words.append(f"node {node.index}: {seen if node.running else f'ended ({node.ended})'}")
         return "; ".join(words)
-
-
-def _last_status(home: Home) -> Status | None:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((home.path / "last_status.json").read_bytes(), type=Status)
-    return None
 
 
 def _free_port() -> int:

@@ -163,8 +163,8 @@ class Supervisor:
         prefix = child.name.encode() + b": "
 
         def log(line: bytes) -> None:
-            if line.strip():
-                child.last_words = line.decode(errors="replace").strip()
+            if any(letter.isalnum() for letter in line.decode(errors="replace")):  # not a traceback's frame
+                child.last_words = line.decode(errors="replace").strip(" |+-")
             self._log.line(prefix + line)
 
         for stream, on_line in (
