@@ -13,6 +13,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import logging
 import signal
 import sys
 
@@ -33,6 +34,7 @@ def main() -> int:
     if flushes_subnormals():
         print("this processor rounds subnormal numbers to zero, so this node would leave the others", file=sys.stderr)  # noqa: T201
         return 2
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     trio.run(serve, int(supervisor_fd))
     return 0
 

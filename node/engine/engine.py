@@ -17,6 +17,7 @@ import trio
 
 from node.engine import api, tls
 from node.engine.artifacts import ArtifactStore
+from node.engine.drops import Drops
 from node.engine.exchange import Exchange
 from node.engine.fetch import Fetcher, FetchFailed
 from node.engine.geometry import Geometry
@@ -45,7 +46,7 @@ class Engine:
         """`memory`: descriptors of θ, momentum, Δ. Raises `StateError`, `ValueError`, `OSError`."""
         if len(memory) != 3:
             raise StateError(f"Open came with {len(memory)} descriptors; it needs theta, momentum and delta")
-        self.dropped: Counter[str] = Counter()
+        self.dropped = Drops()
         self._request = request
         self._nursery = nursery
         self._say = say
@@ -241,7 +242,7 @@ class Engine:
             connections=self._switchboard.connections,
             bytes_sent=self._switchboard.closed_sent_bytes + sum(link.sending.bytes for link in links),
             bytes_received=self._switchboard.closed_received_bytes + sum(link.receiving.bytes for link in links),
-            dropped=dict(self.dropped + self._exchange_drops()),
+            dropped=self.dropped + self._exchange_drops(),
         )
 
     def _exchange_drops(self) -> Counter[str]:

@@ -2,12 +2,13 @@
 
 Nothing is sent to a peer before it says WANT for the roster: so no frame arrives before its receiver knows the roster,
 and after a broken link the receiver says what it still lacks. UP payloads are read from the outbox and DOWN payloads
-from the part store when a lane takes them. What waits in memory is bounded: UPs whose part is not complete yet, by a
-window per sender (all send in ascending order, so a full window always drains), and parts being summed.
+from the part store when a lane takes them, so what waits in memory is bounded: UPs whose part is not complete yet
+(`WaitingSums`), parts being summed, and results whose headers are being signed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,9 @@ import msgspec
 import trio
 
 from node.engine import api
+from node.engine.exchange_checks import UpChecks, why_bad_part
 from node.engine.exchange_duties import Duties
+from node.engine.exchange_sums import WaitingSums
 from node.engine.frames import (
     HEADER_BYTES,
     DownMeta,
@@ -36,22 +39,18 @@ from node.engine.storing import PartKeeper
 from node.engine.switchboard import DIAL_ATTEMPTS, Switchboard, Unreachable
 from node.engine.threads import Threads
 from node.errors import StrangerError
-from node.peer_id import verify
-from protocol.codecs import LARGEST_MAGNITUDE, Codec, CodecError
 from protocol.exchange import Decision, ExchangeMachine, LeaveEmpty, Reduce, SendPartial
 from protocol.messages import PartHeader
 from protocol.plan import Plan, Shard
 from protocol.planning import deal
-from protocol.state_hash import chunk_hash
 from protocol.stations import ExchangeView
-from protocol.sums import PartSum, partial_bound
-from protocol.wire import WireError, decode_body, signing_bytes
+from protocol.wire import WireError, decode_body
 
-WINDOW_BYTES = 64 << 20
-"""Of encoded UPs that wait for the other slots of their part, over all senders."""
 REACH_TIMEOUT_S = 10.0
 HEADER_TIMEOUT_S = 30.0
 MAX_REDIALS = 4
+RESULT_BYTES = 32 << 20
+"""Of results that wait for their header's signature."""
 MAX_PARTIALS = 16
 """Partial sums kept until their parents take them."""
 MIN_RATED_BYTES = 1 << 18
@@ -100,19 +99,13 @@ class Exchange:
         """When nobody can be waiting for anything of mine any more."""
         self._me = request.my_index
         self._meta = MetaDecoder()
-        self._largest = request.largest or (LARGEST_MAGNITUDE,) * len(request.peers)
+        self._checks = UpChecks(request, self._machine, geometry)
         self._duties = Duties(self._machine, geometry.part_count)
         self._neighbours = self._duties.neighbours
         self._wake = trio.Event()
         self._working = 0
-        self._sums = trio.CapacityLimiter(threads.count + 2)
-        self._kept: dict[int, dict[int, bytearray]] = {}
-        """Part → slot → payload that waits for the others."""
-        self._waiting_bytes = dict.fromkeys(range(len(request.peers)), 0)
-        self._held_back: dict[int, int] = {}
-        """Sender → lanes that are not read because its window is full."""
-        self._room = trio.lowlevel.ParkingLot()
-        self._window_bytes = max(WINDOW_BYTES // max(1, len(request.peers) - 1), 2 * geometry.slot_bytes)
+        self._sums = WaitingSums(self._machine, geometry, outbox, threads)
+        self._reductions = trio.CapacityLimiter(max(threads.count, min(32, RESULT_BYTES // geometry.slot_bytes)))
         self._partials: dict[int, _Partial] = {}
         """By part: partial sums that their parents have not taken yet."""
         self._partial_places = trio.CapacityLimiter(MAX_PARTIALS)
@@ -151,14 +144,14 @@ class Exchange:
             for index in self._neighbours:
                 if link := self._switchboard.link(self.peers[index]):
                     link.withdraw(self.roster_id)
-            self._room.unpark_all()
+            self._sums.close()
             if self._outbox is not None:
                 self._outbox.close()
 
     async def _decide(self, nursery: trio.Nursery) -> None:
         while True:
             self._wake = trio.Event()
-            for sender in self._held_back:
+            for sender in self._sums.held_back:
                 # Not reading is my doing: such a peer is not silent.
                 self._machine.on_progress(sender, trio.current_time())
             for decision in self._machine.poll(trio.current_time()):
@@ -192,8 +185,9 @@ class Exchange:
         )
 
     @property
-    def dropped(self) -> dict[str, int]:
-        return dict(self._machine.dropped)
+    def dropped(self) -> Counter[str]:
+        """Refused frames and payloads by reason."""
+        return self._machine.dropped
 
     # ---------------------------------------------------------------- connections
 
@@ -322,6 +316,12 @@ class Exchange:
         self._wake.set()
         return bool(verdict)
 
+    def progressed(self, link: Link) -> None:
+        """Some bytes of an admitted payload came."""
+        index = self._index.get(link.peer_id)
+        if index is not None:
+            self._machine.on_progress(index, trio.current_time())
+
     def broke_off(self, link: Link, header: Header) -> None:
         if header.kind is Kind.UP:
             self._machine.on_up_bad(self._index[link.peer_id], header.part, "UP that broke off")
@@ -338,45 +338,30 @@ class Exchange:
 
     async def _receive_up(self, sender: int, part: int, meta: UpMeta, payload: bytearray) -> None:
         bitmap = int.from_bytes(meta.bitmap, "little")
-        why = await self._threads.compute(partial(self._why_bad_up, sender, part, bitmap, meta.signature, payload))
+        check = partial(self._checks.why_bad, sender, part, bitmap, meta.signature, payload)
+        why = await self._threads.compute(check)
         if why:
             self._machine.on_up_bad(sender, part, why)
-            return
-        if not self._machine.on_up_done(sender, part, bitmap, trio.current_time()):
-            return
-        self._duties.received_up(sender, part)
-        self._kept.setdefault(part, {})[sender] = payload
-        self._waiting_bytes[sender] += len(payload)
-        self._wake.set()
-        if self._waiting_bytes[sender] > self._window_bytes:
-            self._held_back[sender] = self._held_back.get(sender, 0) + 1
-            try:
-                while self._waiting_bytes[sender] > self._window_bytes and not self._stopped:
-                    await self._room.park()
-            finally:
-                self._held_back[sender] -= 1
-                if not self._held_back[sender]:
-                    del self._held_back[sender]
-
-    def _why_bad_up(self, sender: int, part: int, bitmap: int, signature: bytes, payload: bytearray) -> str:
-        """In a thread. Empty: the payload is what its sender signed, finite, and within its declared bound."""
-        elements = self._geometry.part_size(part)
-        try:
-            if self._machine.sends_partial(sender, part):
-                bound = partial_bound(self._machine.weights(part), bitmap, self._largest)
-                self._geometry.sum_codec.check(payload, elements, largest=bound)
-                return ""
-            self._geometry.codec.check(payload, elements, largest=min(self._largest[sender], LARGEST_MAGNITUDE))
-        except CodecError as error:
-            return f"UP whose values are bad: {error}"
-        message = api.leaf_message(self._request.base, part, chunk_hash(payload))
-        return "" if verify(self.peers[sender], message, signature) else "UP whose leaf signature does not verify"
+        elif self._machine.on_up_done(sender, part, bitmap, trio.current_time()):
+            self._duties.received_up(sender, part)
+            self._wake.set()
+            await self._sums.keep(part, sender, payload)
 
     async def _receive_down(self, part: int, meta: bytes, payload: bytearray) -> None:
         down = self._meta.down(meta)
         said = self._header(meta)
         root = self.peers[self._machine.root(part)]
-        why = await self._threads.compute(partial(self._why_bad_down, root, down, said, payload))
+        check = partial(
+            why_bad_part,
+            payload,
+            part=part,
+            part_hash=said.hash,
+            root=root,
+            body=down.body,
+            signature=down.signature,
+            geometry=self._geometry,
+        )
+        why = await self._threads.compute(check)
         if why:
             self._machine.dropped[why] += 1
             return
@@ -391,10 +376,6 @@ class Exchange:
             signature=down.signature,
         )
         await self._hold(ref, payload)
-
-    def _why_bad_down(self, root: str, down: DownMeta, said: PartHeader, payload: bytearray) -> str:
-        """In a thread. Empty: the part is what its root signed, and finite."""
-        return why_bad_part(root, down.body, down.signature, said.hash, payload, self._geometry, said.part)
 
     async def _hold(self, ref: api.PartRef, payload: bytes | bytearray) -> None:
         if ref.part in self._refs or self._stopped or not await self._keeper.write(ref, payload):
@@ -417,7 +398,7 @@ class Exchange:
     def _perform(self, decision: Decision, nursery: trio.Nursery) -> None:
         self._duties.decided(decision.part)
         if isinstance(decision, LeaveEmpty):
-            self._free(self._kept.pop(decision.part, {}))
+            self._sums.forget(decision.part)
             return
         self._working += 1
         nursery.start_soon(self._sum, decision)
@@ -428,8 +409,8 @@ class Exchange:
                 async with self._partial_places:
                     await self._sum_for_parent(decision)
             else:
-                async with self._sums:
-                    data, data_hash = await self._add_up(decision)
+                async with self._reductions:
+                    data, data_hash = await self._sums.add_up(decision)
                     if data:
                         await self._publish(decision, data, data_hash)
         finally:
@@ -437,7 +418,7 @@ class Exchange:
             self._wake.set()
 
     async def _sum_for_parent(self, decision: SendPartial) -> None:
-        data, _ = await self._add_up(decision)
+        data, _ = await self._sums.add_up(decision)
         if not data or decision.parent in self._unreachable:
             return
         held = _Partial(parent=decision.parent, bitmap=decision.bitmap, data=data, taken=trio.Event())
@@ -447,36 +428,6 @@ class Exchange:
             await held.taken.wait()
         del self._partials[decision.part]
         self._duties.done(decision.parent, Kind.UP, decision.part)
-
-    async def _add_up(self, decision: Reduce | SendPartial) -> tuple[bytes, bytes]:
-        """The encoded sum or mean, and its hash; empty when it cannot be encoded."""
-        payloads = self._kept.pop(decision.part, {})
-        try:
-            return await self._threads.compute(partial(self._compute, decision, payloads))
-        except CodecError as error:
-            self._machine.dropped[f"a sum that cannot be sent: {error}"] += 1
-            return b"", b""
-        finally:
-            self._free(payloads)
-
-    def _compute(self, decision: Reduce | SendPartial, payloads: dict[int, bytearray]) -> tuple[bytes, bytes]:
-        """In a thread: sum in the stated order (protocol section 4, rule 6), then encode once."""
-        part, geometry = decision.part, self._geometry
-        weights = self._machine.weights(part)
-        total = PartSum(geometry.part_size(part), geometry.sum_codec)
-        for index in decision.order:
-            if index == self._me:
-                assert self._outbox is not None, "only contributors sum"
-                total.add_leaf(weights[index], geometry.codec, self._outbox.read(part))
-            elif self._machine.sends_partial(index, part):
-                total.add_partial(payloads[index])
-            else:
-                total.add_leaf(weights[index], geometry.codec, payloads[index])
-        if isinstance(decision, SendPartial):
-            return total.partial(), b""
-        encoding: Codec = geometry.codec
-        data = encoding.encode(total.mean(decision.weight))
-        return data, chunk_hash(data)
 
     async def _publish(self, decision: Reduce, data: bytes, data_hash: bytes) -> None:
         wanted = api.HeaderWanted(
@@ -491,32 +442,6 @@ class Exchange:
             ref = await self._want_header(wanted)
         if ref is not None:
             await self._hold(ref, data)
-
-    def _free(self, payloads: dict[int, bytearray]) -> None:
-        for sender, payload in payloads.items():
-            self._waiting_bytes[sender] -= len(payload)
-        self._room.unpark_all()
-
-
-def why_bad_part(
-    root: str,
-    body: bytes,
-    signature: bytes,
-    part_hash: bytes,
-    payload: bytes | bytearray,
-    geometry: Geometry,
-    part: int,
-) -> str:
-    """Empty: `payload` is the part that `root` signed, and every value in it is finite. Runs in a thread."""
-    if chunk_hash(payload) != part_hash:
-        return "a part whose bytes do not match its header"
-    try:
-        geometry.codec.check(payload, geometry.part_size(part))
-    except CodecError as error:
-        return f"a part that does not decode: {error}"
-    if not verify(root, signing_bytes(PartHeader, body), signature):
-        return "a part whose header is not signed by its root"
-    return ""
 
 
 def _view(request: api.Exchange, geometry: Geometry) -> ExchangeView:

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from node.engine import api
 from node.engine.artifacts import ArtifactStore, chunk_bytes, chunk_count
-from node.engine.exchange import why_bad_part
+from node.engine.exchange_checks import why_bad_part
 from node.engine.frames import AskMeta, Subject
 from node.engine.geometry import Geometry
 from node.engine.link import Link
@@ -85,7 +85,16 @@ class Fetcher:
         return tuple(sorted(ref.part for ref in request.headers if self._keeper.parts.find(ref.hash) is None))
 
     async def _keep_part(self, ref: api.PartRef, data: bytearray) -> bool:
-        check = partial(why_bad_part, ref.root, ref.body, ref.signature, ref.hash, data, self._geometry, ref.part)
+        check = partial(
+            why_bad_part,
+            data,
+            part=ref.part,
+            part_hash=ref.hash,
+            root=ref.root,
+            body=ref.body,
+            signature=ref.signature,
+            geometry=self._geometry,
+        )
         return not await self._threads.compute(check) and await self._keeper.write(ref, data)
 
     # ---------------------------------------------------------------- artifacts

@@ -58,11 +58,11 @@ class Header:
         """Raises `StrangerError` for an unknown kind or a length over the limits."""
         kind, meta_bytes, part, payload_bytes, slot, subject = _HEADER.unpack(data)
         if kind not in _KINDS:
-            raise StrangerError(f"a frame of unknown kind {kind}")
+            raise StrangerError(f"a frame of unknown kind: {kind}")
         if meta_bytes > MAX_META_BYTES:
-            raise StrangerError(f"a frame's meta block of {meta_bytes} bytes is over the limit of {MAX_META_BYTES}")
+            raise StrangerError(f"a frame whose meta block is over the limit: {meta_bytes} bytes")
         if payload_bytes > MAX_PAYLOAD_BYTES:
-            raise StrangerError(f"a frame's payload of {payload_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+            raise StrangerError(f"a frame whose payload is over the limit: {payload_bytes} bytes")
         return cls(
             kind=Kind(kind), id=subject, part=part, slot=slot, meta_bytes=meta_bytes, payload_bytes=payload_bytes
         )

@@ -126,7 +126,7 @@ async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenB
                 peer_id = name[:name_length].decode("ascii")
             except UnicodeDecodeError:
                 raise StrangerError("a hello whose peer id is not text") from None
-            public_key_of(peer_id)
+            _require_peer_id(peer_id)
             if not tokens.redeem(peer_id, token, lane, lanes):
                 raise StrangerError("a hello with an unknown, used or expired token")
             await stream.send_all(_ACCEPTED)
@@ -142,6 +142,13 @@ async def _expect_tls_record(tcp: trio.SocketStream) -> None:
     first = await tcp.socket.recv(1, trio.socket.MSG_PEEK)
     if first != b"\x16":
         raise StrangerError("a connection that does not begin with TLS")
+
+
+def _require_peer_id(peer_id: str) -> None:
+    try:
+        public_key_of(peer_id)
+    except StrangerError as error:
+        raise StrangerError(f"a hello with a malformed peer id: {error}") from error
 
 
 async def receive_exactly(stream: Stream, size: int) -> bytearray:

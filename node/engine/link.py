@@ -57,6 +57,9 @@ class Receiver(Protocol):
     async def deliver(self, link: Link, header: Header, meta: bytes, payload: bytearray) -> None:
         """Handle a frame. Blocking here stops reading from this lane: that is the backpressure."""
 
+    def progressed(self, link: Link, header: Header) -> None:
+        """Some bytes of an admitted payload came."""
+
     def broke_off(self, link: Link, header: Header) -> None:
         """The lane broke in the payload of a frame that was admitted."""
 
@@ -226,7 +229,7 @@ class Link:
                     meta = bytes(await receive_exactly(stream, header.meta_bytes))
                 wanted = self._receiver.admit(self, header, meta)
                 try:
-                    payload = await self._receive_payload(stream, header.payload_bytes, keep=wanted)
+                    payload = await self._receive_payload(stream, header, keep=wanted)
                     received += header.payload_bytes
                 finally:
                     if wanted and payload is None:
@@ -236,8 +239,9 @@ class Link:
             if wanted and payload is not None:
                 await self._receiver.deliver(self, header, meta, payload)
 
-    async def _receive_payload(self, stream: Stream, size: int, *, keep: bool) -> bytearray:
+    async def _receive_payload(self, stream: Stream, header: Header, *, keep: bool) -> bytearray:
         """The payload; read past and empty unless `keep`."""
+        size = header.payload_bytes
         payload = bytearray(size if keep else 0)
         remaining = size
         while remaining:
@@ -248,5 +252,6 @@ class Link:
             if keep:
                 start = size - remaining
                 payload[start : start + len(chunk)] = chunk
+                self._receiver.progressed(self, header)
             remaining -= len(chunk)
         return payload

@@ -46,6 +46,8 @@ class PartStore:
         self._lock = threading.Lock()
         self._rosters: dict[bytes, _Roster] = {}
         self._rounds: dict[int, list[bytes]] = {}
+        self._lacking: dict[int, set[bytes]] = {}
+        """Round → parts of its commit that are not here."""
         self._commits_kept = 0
         directory.mkdir(parents=True, exist_ok=True)
         self._rounds_path = directory / "rounds"
@@ -55,6 +57,8 @@ class PartStore:
             self._rounds = {}
         for index_path in sorted(directory.glob("*.index")):
             self._load(index_path)
+        for number in self._rounds:
+            self._lacking[number] = self._absent(number)
 
     def close(self) -> None:
         with self._lock:
@@ -70,6 +74,8 @@ class PartStore:
         write_at(roster.data_fd, payload, ref.part * self._slot_bytes)
         with self._lock:
             roster.parts[ref.hash] = ref
+            for lacking in self._lacking.values():
+                lacking.discard(ref.hash)
 
     def sync(self, refs: Sequence[PartRef]) -> None:
         """Make written parts durable, then record them. Raises `OSError`."""
@@ -110,8 +116,7 @@ class PartStore:
     def complete_rounds(self) -> tuple[int, ...]:
         """Committed rounds all of whose parts are here, ascending."""
         with self._lock:
-            held = {part_hash for roster in self._rosters.values() for part_hash in roster.parts}
-            return tuple(sorted(number for number, hashes in self._rounds.items() if held.issuperset(hashes)))
+            return tuple(sorted(number for number, lacking in self._lacking.items() if not lacking))
 
     def disk_bytes(self) -> int:
         return disk_bytes(self._directory)
@@ -123,8 +128,9 @@ class PartStore:
         with self._lock:
             self._commits_kept += 1
             self._rounds[round_number] = list(hashes)
+            self._lacking[round_number] = self._absent(round_number)
             for number in sorted(self._rounds)[: -max(1, keep_rounds)]:
-                del self._rounds[number]
+                del self._rounds[number], self._lacking[number]
             self._write_rounds()
         self._drop_unneeded()
 
@@ -133,7 +139,8 @@ class PartStore:
         with self._lock:
             if len(self._rounds) < 2:
                 return False
-            del self._rounds[min(self._rounds)]
+            oldest = min(self._rounds)
+            del self._rounds[oldest], self._lacking[oldest]
             self._write_rounds()
         self._drop_unneeded()
         return True
@@ -148,6 +155,13 @@ class PartStore:
                 os.close(roster.data_fd)
                 roster.index_path.unlink(missing_ok=True)
                 roster.data_path.unlink(missing_ok=True)
+
+    def _absent(self, round_number: int) -> set[bytes]:
+        return {
+            part_hash
+            for part_hash in self._rounds[round_number]
+            if not any(part_hash in roster.parts for roster in self._rosters.values())
+        }
 
     def _write_rounds(self) -> None:
         write_atomic(self._rounds_path, msgspec.msgpack.encode(self._rounds))

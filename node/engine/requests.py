@@ -9,6 +9,7 @@ import msgspec
 import trio
 
 from node.engine.artifacts import ArtifactStore
+from node.engine.drops import Drops
 from node.engine.frames import AskMeta, Header, Kind, MetaDecoder, Subject
 from node.engine.link import Buffer, Link, Outgoing
 from node.engine.parts import PartStore
@@ -103,7 +104,7 @@ class Responder:
         artifacts: ArtifactStore,
         snapshots: SnapshotStore,
         threads: Threads,
-        dropped: Counter[str],
+        dropped: Drops,
     ) -> None:
         self._parts = parts
         self._artifacts = artifacts
@@ -119,14 +120,15 @@ class Responder:
         if question.subject not in tuple(Subject):
             raise StrangerError("a request for an unknown kind of thing")
         if self._owed[link] >= MAX_ASKED_AT_ONCE:
-            self._dropped["too many requests at once"] += 1
+            self._dropped.count("too many requests at once", link.peer_id)
             return
         self._owed[link] += 1
         answer = Outgoing(kind=Kind.ANSWER, id=header.id, part=header.part, load=_nothing)
 
         async def load() -> tuple[bytes, Buffer]:
             data = await self._threads.disk(partial(self._read, header.id, question))
-            self._owed[link] -= 1
+            if link in self._owed:
+                self._owed[link] -= 1
             if data is None:
                 answer.kind = Kind.HAVE_NOT
             return b"", data or b""
@@ -152,7 +154,7 @@ class Responder:
                     hashes = self._snapshots.chunk_hashes(question.round, content)
                     return None if hashes is None else b"".join(hashes)
         except (OSError, OverflowError) as error:
-            self._dropped[f"a read for a peer failed: {error}"] += 1
+            self._dropped.count(f"a read for a peer failed: {error}")
             return None
 
 

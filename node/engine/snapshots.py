@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from node.engine.geometry import ELEMENT_BYTES, Geometry
 from protocol.codecs import Float32Array
 from protocol.names import DIGEST_BYTES
 from protocol.state_hash import CHUNK_BYTES, Chunk, chunk, chunk_count, chunk_hash, chunk_view, root_of
+
+PIN_S = 60.0
+MAX_PINS = 2
 
 
 class SnapshotError(Exception):
@@ -34,7 +38,8 @@ class SnapshotStore:
         self._directory = directory
         self._geometry = geometry
         self._lock = threading.Lock()
-        self._pins: dict[str, int] = {}
+        self._pins: dict[Path, float] = {}
+        """Snapshots that somebody is downloading, and until when (monotonic seconds) they stay for it."""
         self.chunk_count = chunk_count(geometry.elements, geometry.buffer_elements)
 
     # ---------------------------------------------------------------- what there is
@@ -177,7 +182,20 @@ class SnapshotStore:
             data = read_at(fd, which.length, self._offset(which))
         finally:
             os.close(fd)
+        self._pin(self._path(round_number, state_hash))
         return data if len(data) == which.length else None
+
+    def _pin(self, path: Path) -> None:
+        """A download keeps its snapshot while it goes on; at most `MAX_PINS` at a time, so that disk use is bounded."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._pins = {old: until_s for old, until_s in self._pins.items() if until_s > now_s}
+            if path in self._pins or len(self._pins) < MAX_PINS:
+                self._pins[path] = now_s + PIN_S
+
+    def _pinned(self, path: Path) -> bool:
+        with self._lock:
+            return self._pins.get(path, 0.0) > time.monotonic()
 
     # ---------------------------------------------------------------- downloading
 
@@ -221,7 +239,9 @@ class SnapshotStore:
         """Keep the `keep` newest; downloads of older rounds than the newest snapshot are given up."""
         complete = self.complete()
         for old in complete[: -max(1, keep)]:
-            remove_tree(self._path(old.round, old.state_hash))
+            path = self._path(old.round, old.state_hash)
+            if not self._pinned(path):
+                remove_tree(path)
         if complete:
             for path in self._directory.glob("*.partial"):
                 number = path.name.partition("-")[0]

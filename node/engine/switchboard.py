@@ -7,7 +7,6 @@ only after `TAKEOVER_S` without a connection. Two groups of lanes that meet join
 from __future__ import annotations
 
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 import trio
 
 from node.engine.api import Peer
+from node.engine.drops import Drops
 from node.engine.handshake import HandshakeFailed, Stream, TokenBook, accept, dial
 from node.engine.link import Link, Receiver
 from node.engine.strangers import Stranger, Strangers
@@ -57,7 +57,7 @@ class Switchboard:
         peer_id: str,
         watcher: LinkWatcher,
         want_token: Callable[[str], Awaitable[None]],
-        dropped: Counter[str],
+        dropped: Drops,
     ) -> None:
         """`want_token` asks the daemon for a token towards a peer; `dropped` counts rejected input by reason."""
         self.tokens = TokenBook()
@@ -214,12 +214,12 @@ class Switchboard:
                     tcp = await listener.accept()
                 except OSError as error:
                     # Out of descriptors or the like: others will be freed; accepting again at once would only spin.
-                    self._dropped[f"accept: {error.strerror}"] += 1
+                    self._dropped.count(f"a connection that could not be accepted: {error.strerror}")
                     await trio.sleep(0.1)
                     continue
                 stranger = self._strangers.admit(_host_of(tcp))
                 if stranger is None:
-                    self._dropped["too many unauthenticated connections"] += 1
+                    self._dropped.count("too many unauthenticated connections")
                     await trio.aclose_forcefully(tcp)
                 else:
                     self._nursery.start_soon(self._welcome, tcp, stranger, context)
@@ -230,7 +230,7 @@ class Switchboard:
             with stranger.scope:
                 authenticated = await accept(tcp, context, self.tokens)
         except StrangerError as error:
-            self._dropped[_reason(error)] += 1
+            self._dropped.count(str(error), stranger.host)
         finally:
             self._strangers.leave(stranger)
             if authenticated is None:
@@ -276,7 +276,3 @@ def _host_of(tcp: trio.SocketStream) -> str:
         return str(tcp.socket.getpeername()[0])
     except OSError:
         return "gone"
-
-
-def _reason(error: StrangerError) -> str:
-    return str(error).split(":")[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
+from node.engine.drops import Drops
 from node.engine.exchange import Exchange
 from node.engine.frames import Header, Kind, want_payload_bytes
 from node.engine.geometry import Geometry
@@ -18,9 +19,7 @@ MAX_EARLY_WANTS = 4
 class Traffic:
     """The `LinkWatcher` of the switchboard."""
 
-    def __init__(
-        self, *, geometry: Geometry, requester: Requester, responder: Responder, dropped: Counter[str]
-    ) -> None:
+    def __init__(self, *, geometry: Geometry, requester: Requester, responder: Responder, dropped: Drops) -> None:
         self.exchanges: dict[bytes, Exchange] = {}
         """By roster id: those under way, or still served."""
         self._geometry = geometry
@@ -38,7 +37,7 @@ class Traffic:
     def remove(self, roster_id: bytes) -> None:
         exchange = self.exchanges.pop(roster_id, None)
         if exchange is not None:
-            self._dropped.update(exchange.dropped)
+            self._dropped.add(exchange.dropped)
 
     # ---------------------------------------------------------------- LinkWatcher
 
@@ -58,12 +57,12 @@ class Traffic:
             case Kind.UP | Kind.DOWN:
                 exchange = self.exchanges.get(header.id)
                 if exchange is None:
-                    self._dropped[f"{header.kind.name} for a roster that is over or unknown"] += 1
+                    self._dropped.count(f"{header.kind.name} for a roster that is over or unknown", link.peer_id)
                     return False
                 return exchange.admit(link, header, meta)
             case Kind.WANT:
                 if header.payload_bytes != want_payload_bytes(self._geometry.part_count):
-                    raise StrangerError(f"a WANT of {header.payload_bytes} bytes does not fit the vector")
+                    raise StrangerError("a WANT that does not fit the vector")
                 return True
             case Kind.ASK:
                 if header.payload_bytes:
@@ -71,10 +70,10 @@ class Traffic:
                 return True
             case Kind.ANSWER | Kind.HAVE_NOT:
                 if not self._requester.admit(link, header):
-                    self._dropped["an answer that nobody waits for"] += 1
+                    self._dropped.count("an answer that nobody waits for", link.peer_id)
                     return False
                 return True
-        raise StrangerError(f"a frame of kind {header.kind} with content")
+        raise StrangerError("a keep-alive with content")
 
     async def deliver(self, link: Link, header: Header, meta: bytes, payload: bytearray) -> None:
         match header.kind:
@@ -95,10 +94,14 @@ class Traffic:
             case Kind.ANSWER | Kind.HAVE_NOT:
                 self._requester.answered(link, header, payload)
 
+    def progressed(self, link: Link, header: Header) -> None:
+        if exchange := self.exchanges.get(header.id):
+            exchange.progressed(link)
+
     def broke_off(self, link: Link, header: Header) -> None:
         if exchange := self.exchanges.get(header.id):
             exchange.broke_off(link, header)
 
     def broken(self, link: Link, error: BaseException) -> None:
         if isinstance(error, StrangerError):
-            self._dropped[str(error).split(":")[0]] += 1
+            self._dropped.count(str(error), link.peer_id)

@@ -89,6 +89,8 @@ class LabEngine:
     held: dict[tuple[bytes, int], api.PartRef] = field(default_factory=dict)
     ended: dict[bytes, api.ExchangeEnded] = field(default_factory=dict)
     rates: list[api.PeerRate] = field(default_factory=list)
+    storage: list[api.StorageFailed | None] = field(default_factory=list)
+    """`StorageFailed` events; None: `StorageWorks`."""
     changed: trio.Event = field(default_factory=trio.Event)
     refuse_headers: bool = False
 
@@ -164,6 +166,10 @@ class LabEngine:
                     self.held[event.header.roster_id, event.header.part] = event.header
                 case api.ExchangeEnded():
                     self.ended[event.roster_id] = event
+                case api.StorageFailed():
+                    self.storage.append(event)
+                case api.StorageWorks():
+                    self.storage.append(None)
                 case api.PeerRate():
                     self.rates.append(event)
             self.changed.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -178,5 +179,38 @@ def test_snapshots_survive_and_corrupt_ones_are_set_aside(tmp_path: Path) -> Non
                 assert [one.round for one in (await engine.ask.inventory()).snapshots] == [1]
                 await engine.ask.load_snapshot(round=1, state_hash=saved[1][0])
                 assert np.array_equal(engine.theta, saved[1][1])
+
+    trio.run(main)
+
+
+def test_a_disk_that_refuses_bytes_is_reported_and_the_next_round_is_held(tmp_path: Path) -> None:
+    async def main() -> None:
+        sizes = Sizes(elements=200_192, buffer_elements=0, part_elements=8192)
+        rng = np.random.default_rng(5)
+        with trio.fail_after(60):
+            async with lab(tmp_path, 2, sizes) as swarm:
+                await swarm.load_initial(rng.standard_normal(sizes.elements).astype(np.float32))
+                turn = flat_round(swarm, 0, duration_s=5.0, progress_s=2.0)
+                for engine in turn.engines:
+                    engine.delta[:] = rng.standard_normal(sizes.elements).astype(np.float32)
+                encoded = await turn.encode()
+                full, other = turn.engines
+                # No file of this process may grow beyond 16 KiB: the parts behind that cannot be written.
+                resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+                for engine, request in zip(turn.engines, turn.requests(encoded), strict=True):
+                    await engine.ask.exchange(request)
+                for engine in turn.engines:
+                    await engine.until("the end", lambda engine=engine: turn.roster_id in engine.ended)
+                assert any("could not be stored" in event.reason for event in full.storage if event is not None)
+                assert len(full.held) < sizes.part_count
+                resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                again = flat_round(swarm, 0, attempt=1)
+                await full.ask.stop_exchange(roster_id=turn.roster_id)
+                await other.ask.stop_exchange(roster_id=turn.roster_id)
+                await again.start()
+                refs = await again.finish()
+                assert all(refs)
+                assert full.storage[-1] is None, "it says that storing works again"
+                assert len({answer.state_hash for answer in await again.apply(refs)}) == 1
 
     trio.run(main)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trio
 
-from node.engine import tls
+from node.engine import handshake, tls
 from node.engine.frames import Header, Kind
 from tests.swarm.engine_lab import LabEngine, Sizes, flat_round, lab
 from tests.swarm.test_engine_downloads import put_artifact
@@ -129,5 +129,31 @@ def test_a_member_with_absurd_lengths_loses_its_connection_only(tmp_path: Path) 
                     await stream.send_all(bytes(1 << 20))
                 assert own_memory(target) - before < GROWTH_LIMIT_BYTES
                 await trio.aclose_forcefully(stream.transport_stream)
+
+    trio.run(main)
+
+
+def test_a_token_is_good_once_and_a_certificate_must_be_the_named_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with lab(tmp_path, 2) as swarm:
+                target, liar = swarm.engines
+                first = await Liar(swarm, liar).dial(target, token=bytes(32))
+                again = {
+                    "peer_id": liar.peer_id,
+                    "certificate_sha256": target.certificate[2],
+                    "token": bytes(32),
+                    "lane": 0,
+                    "lanes": 1,
+                }
+                address = f"127.0.0.1:{target.port}"
+                with pytest.raises(handshake.HandshakeFailed, match="refused our token"):
+                    await handshake.dial(address, **again)  # type: ignore[arg-type]
+                with pytest.raises(handshake.HandshakeFailed, match="another certificate"):
+                    await handshake.dial(address, **(again | {"certificate_sha256": bytes(32)}))  # type: ignore[arg-type]
+                await target.ask.accept_token(peer_id=target.peer_id, token=bytes([1] * 32), expires_s=5)
+                with pytest.raises(handshake.HandshakeFailed, match="refused our token"):
+                    await handshake.dial(address, **(again | {"token": bytes([1] * 32)}))  # type: ignore[arg-type]
+                await trio.aclose_forcefully(first.transport_stream)
 
     trio.run(main)
