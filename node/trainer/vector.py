@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,10 @@ class ModelVector:
             stop = entry.stop
             delta_n = vectors.delta[entry.offset : stop]
             torch.sub(vectors.theta[entry.offset : stop], local_n.to("cpu", torch.float32), out=delta_n)
-            finite = finite and bool(delta_n.isfinite().all())
+            if delta_n.numel():
+                # One pass, and NaN propagates; `isfinite().all()` is twenty times slower.
+                smallest, largest = torch.aminmax(delta_n)
+                finite = finite and math.isfinite(smallest) and math.isfinite(largest)
         if vectors is not None:
             vectors.delta[stop:].zero_()
         return finite
