@@ -55,18 +55,28 @@ class Assembly:
         self.quorum_since_s: float | None = None
         """When I first held READYs of a quorum of electors."""
 
+    def is_news(self, signed: Signed[Ready]) -> bool:
+        """A sender's first READY counts; one with work also replaces one without (its trainer was late)."""
+        known = self.readys.get(signed.sender)
+        return known is None or (signed.message.contributes and not known.message.contributes)
+
     def add_ready(self, signed: Signed[Ready], now_s: float) -> str | None:
         """Why it is misbehaviour, or None; a repetition is not."""
-        known = self.readys.get(signed.sender)
-        if known is not None:
-            return None if known.body == signed.body else "sent two different READYs for one base"
+        if not self.is_news(signed):
+            known = self.readys[signed.sender]
+            repeated = known.body == signed.body or not signed.message.contributes
+            return None if repeated else "sent two different READYs with work for one base"
         self.readys[signed.sender] = signed
-        self.received_s[signed.sender] = now_s
+        self.received_s.setdefault(signed.sender, now_s)
         if self.first_ready_s is None:
             self.first_ready_s = now_s
         if self.quorum_since_s is None and self.electors_ready() >= self.quorum:
             self.quorum_since_s = now_s
         return None
+
+    def others_first_s(self, me: PeerId) -> float | None:
+        """When the first READY of somebody else came."""
+        return min((at_s for peer, at_s in self.received_s.items() if peer != me), default=None)
 
     def add_join(self, signed: Signed[Join]) -> None:
         if signed.sender in self.joins or len(self.joins) < JOINS_KEPT:

@@ -46,8 +46,10 @@ class Record:
         self.attempt = journal.attempt
         self.my_ready: Signed[Ready] | None = None
         self.my_votes: dict[tuple[int, int], Signed[Vote]] = {}
-        self.frozen = False
         self.asked_until_s: float | None = None
+        """Until when the trainer has been given time for its contribution."""
+        self.hurried = False
+        """It was told that others wait."""
         self.candidates: dict[Digest, Candidate] = {}
         self.proposals: dict[int, Signed[Proposal]] = {}
         self.proposed_s: dict[int, float] = {}
@@ -108,7 +110,6 @@ class Record:
             return
         if journal.ready:
             self.my_ready = wire.decode(journal.ready)
-            self.frozen = True
             self.assembly.add_ready(self.my_ready, self.outbox.now_s)
         for own in journal.votes:
             signed = wire.decode(own.envelope)

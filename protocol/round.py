@@ -39,7 +39,7 @@ class Round(Record):
     def on_ready(self, signed: Signed[Ready]) -> None:
         if signed.sender in self.standing.presence.leaves:
             return
-        if signed.sender not in self.assembly.readys:
+        if self.assembly.is_news(signed):
             why = validity.check_ready(self.state, self.rules, signed)
             if why is not None:
                 self.standing.misbehaved(signed.sender, why)
@@ -117,22 +117,22 @@ class Round(Record):
         return None
 
     def on_frozen(self, event: Frozen) -> None:
-        if self.my_ready is not None or event.base != self.base or not self._may_be_ready():
+        """READY with what was frozen. It may replace a READY without work that went out meanwhile, never one with."""
+        if event.base != self.base or not self._may_be_ready():
             return
-        self.frozen = True
-        self._send_ready(
-            Ready(
-                base=self.base,
-                ranges_done=event.ranges_done,
-                tokens=event.tokens,
-                norm=event.norm,
-                largest=event.largest,
-                units_wanted=event.units_wanted,
-                upload_limit_bytes=self.standing.upload_limit_bytes,
-                download_limit_bytes=self.standing.download_limit_bytes,
-                failed_edges=self.standing.failed_edges,
-            )
+        ready = Ready(
+            base=self.base,
+            ranges_done=event.ranges_done,
+            tokens=event.tokens,
+            norm=event.norm,
+            largest=event.largest,
+            units_wanted=event.units_wanted,
+            upload_limit_bytes=self.standing.upload_limit_bytes,
+            download_limit_bytes=self.standing.download_limit_bytes,
+            failed_edges=self.standing.failed_edges,
         )
+        if self.my_ready is None or (ready.contributes and not self.my_ready.message.contributes):
+            self._send_ready(ready)
 
     def on_header_draft(self, event: HeaderDraft) -> None:
         """Signs at most one header per part, only for the current attempt's roster and never behind the fence."""
@@ -202,23 +202,31 @@ class Round(Record):
         return self.member and self.standing.voting
 
     def _be_ready(self) -> bool:
-        if self.my_ready is not None or not self._may_be_ready():
+        """Ask for the contribution when it is due, and say READY without one when others have waited long enough."""
+        if not self._may_be_ready() or (self.my_ready is not None and self.my_ready.message.contributes):
             return False
         if self.standing.leaving:
-            return self._send_ready(Ready(base=self.base)) if self.elector else False
-        first_s, grace_s, remaining_s = self.assembly.first_ready_s, self.rules.grace_s, self.standing.remaining_s
-        if self.asked_until_s is not None:
-            return self.outbox.due(self.asked_until_s + grace_s) and self._send_ready(Ready(base=self.base))
-        if remaining_s is None:
-            # Without a trainer I only vote; not before somebody has work to be voted on.
-            return (
-                first_s is not None and self.outbox.due(first_s + grace_s) and self._send_ready(Ready(base=self.base))
-            )
-        if remaining_s > 0 and first_s is None:
+            return self.my_ready is None and self.elector and self._send_ready(Ready(base=self.base))
+        first_s, remaining_s = self.assembly.others_first_s(self.me), self.standing.remaining_s
+        if remaining_s is not None and (remaining_s <= 0 or first_s is not None) and self._ask(remaining_s, first_s):
+            return True
+        if self.my_ready is not None or first_s is None:
             return False
-        within_s = grace_s if remaining_s <= 0 else min(self.rules.ready_max_s, max(grace_s, 2 * remaining_s))
-        self.asked_until_s = self.outbox.now_s + within_s
-        self.outbox.emit(Freeze(base=self.base, within_s=within_s))
+        # Others wait. Without a trainer, or with one that does not answer, I vote and contribute nothing so far.
+        patient_s = first_s if self.asked_until_s is None else max(first_s, self.asked_until_s)
+        return self.outbox.due(patient_s + self.rules.grace_s) and self._send_ready(Ready(base=self.base))
+
+    def _ask(self, remaining_s: float, first_s: float | None) -> bool:
+        """Ask the trainer, with patience while nobody waits for it; once more, with less, when somebody does."""
+        hurry = first_s is not None and self.my_ready is None
+        if self.asked_until_s is not None and (self.hurried or not hurry) and not self.outbox.due(self.asked_until_s):
+            return False
+        if self.asked_until_s is not None and self.hurried and self.my_ready is None:
+            return False
+        self.hurried = hurry
+        within_s = min(self.rules.ready_max_s, max(self.rules.grace_s, 2 * remaining_s))
+        self.asked_until_s = self.outbox.now_s + (within_s if hurry else self.rules.ready_max_s)
+        self.outbox.emit(Freeze(base=self.base, within_s=self.asked_until_s - self.outbox.now_s))
         return True
 
     def _send_ready(self, ready: Ready) -> bool:

@@ -261,6 +261,13 @@ class Node:
 
     def _freeze(self, effect: Freeze) -> None:
         left_s = max(0.0, min(effect.within_s, self._trained_s - self.world.now_s))
+        weather = self.world.weather
+        if weather.stalls and self.world.random.random() < weather.stalls:
+            late_s = left_s + self.world.random.uniform(*weather.stall_s)
+            if late_s > effect.within_s:
+                empty = Frozen(base=effect.base, tokens=(), norm=0.0, largest=0.0, ranges_done=(), units_wanted=2)
+                self.later(effect.within_s, lambda: self.feed(empty))
+            left_s = late_s
         self.later(left_s, partial(self._frozen, effect.base))
 
     def _frozen(self, base: Base) -> None:

@@ -74,6 +74,11 @@ PROFILES: dict[str, Profile] = {
         within_s=400.0,
         says="between one and three peers, most of them often away for long",
     ),
+    "stalling": Profile(
+        weather=Weather(loss=0.02, stalls=0.5, crashes=0.005),
+        weather_s=60.0,
+        says="trainers that miss their deadlines, all of them at times",
+    ),
     "joiners": Profile(weather=Weather(loss=0.02), weather_s=25.0, joiners=3, says="others join, one after another"),
     "pair": Profile(
         weather=Weather(loss=0.02, crashes=0.005),

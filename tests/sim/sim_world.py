@@ -48,6 +48,9 @@ class Weather:
     leaves: float = 0.0
     training_s: tuple[float, float] = (0.5, 2.0)
     apply_s: tuple[float, float] = (0.0, 0.02)
+    stalls: float = 0.0
+    """Chance that a trainer does not answer in time: READY goes out without work, the work comes later."""
+    stall_s: tuple[float, float] = (0.0, 15.0)
 
 
 @dataclass(slots=True)

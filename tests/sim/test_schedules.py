@@ -35,6 +35,8 @@ SHORT = [
     ("small", 1, 8),
     ("pair", 1, 10),
     ("joiners", 1, 8),
+    ("stalling", 1, 8),
+    ("stalling", 3, 8),
 ]
 
 
