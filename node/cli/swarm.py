@@ -301,6 +301,8 @@ def report_view(report: SwarmReport) -> RenderableType:
     facts.add_row("time", f"{report.seconds:.0f} s")
     if report.model:
         facts.add_row("model", report.model)
+    if not report.ok:
+        facts.add_row("homes", report.directory)
     if report.ok:
         verdict = Text(f"all {report.nodes} nodes ended on the same state", style="bold green")
     else:

@@ -211,3 +211,13 @@ def test_the_command_line_starts_fast(home: Home, arguments: list[str]) -> None:
         "cryptography",
     }
     assert not imported & heavy
+
+
+@pytest.mark.slow
+def test_run_create_prints_the_id_and_nothing_else(home: Home) -> None:
+    code, output, _ = run(home, "run", "create", "micro", "--set", "end.rounds=3", "--founder", PEER)
+    run_id = bytes.fromhex(output.strip())
+    assert (code, home.manifest_file(run_id).exists()) == (0, True)
+    assert not home.current_run_file.exists(), "defining a run does not start it"
+    wrong = run(home, "run", "create", "micro", "--set", "end.rounds")
+    assert wrong == (2, "", "the override 'end.rounds' is not of the form KEY=VALUE, such as limits.min_peers=2\n")
