@@ -59,6 +59,7 @@ MAX_SETTLED_PER_IP = 128
 MAX_CONNECTIONS = 600
 
 _NEGOTIATE_TIMEOUT_S = 15
+_LINGERED = "connections that did not introduce themselves in time"
 _log = structlog.get_logger(__name__)
 
 
@@ -104,7 +105,7 @@ class Admission:
 
     def _evict(self, ip: str) -> None:
         scope = self._pending[ip].popleft()
-        self.counts["connections that did not introduce themselves in time"] += 1
+        self.counts[_LINGERED] += 1
         scope.cancel()
 
     def _forget(self, ip: str, scope: trio.CancelScope) -> None:
@@ -212,14 +213,14 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
             block = _address_block(note_remote_address(read_write_closer)[0])
             with self.admission.pend(block):
                 muxed = await self.upgrade_inbound_raw_conn(RawConnection(read_write_closer, False), maddr)
-                with trio.move_on_after(HELLO_TIMEOUT_S):
+                with trio.move_on_after(HELLO_TIMEOUT_S) as waiting:
                     await muxed.settled.wait()
+                if waiting.cancelled_caught:
+                    self.admission.counts[_LINGERED] += 1
             if muxed is not None and muxed.greeted:
                 with self.admission.settle(block) as admitted:
                     if admitted:
                         await muxed.event_closed.wait()
-            elif muxed is not None and not muxed.event_closed.is_set():
-                self.admission.counts["connections that did not introduce themselves in time"] += 1
         except Exception as error:  # noqa: BLE001 - a stranger's handshake fails in any way it likes
             self.admission.counts["handshakes that failed"] += 1
             _log.debug("a handshake failed", address=block, error=repr(error))

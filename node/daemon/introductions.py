@@ -39,6 +39,11 @@ SIMULTANEOUS_S = 5.0
 RETIRED_S = 3.0
 """For what is on its way over a connection that another replaced."""
 
+FRESH_S = 90.0
+"""How long a refusal or an alarm stands in `reason`."""
+
+_ONE_KEY_ONE_NODE = "stop one of the two, or give one another --home, since a copied key is not a second node."
+
 RULE_BROKEN = 4.0
 """Points of blame for a broken frame; ten shut a peer out."""
 
@@ -97,9 +102,10 @@ class Introductions:
 
     def __init__(self, *, owner: IntroductionOwner, version: str, incarnation: bytes) -> None:
         self.reputation = Reputation()
-        self.last_refusal: PeerRefused | None = None
-        self.duplicate: str | None = None
-        """The sentence of the alarm, once there was one."""
+        self._last_refusal: PeerRefused | None = None
+        self._last_refusal_at_s = 0.0
+        self._duplicate = ""
+        self._duplicate_at_s = 0.0
         self._owner = owner
         self._version = version
         self._incarnation = incarnation
@@ -219,9 +225,10 @@ class Introductions:
         """Why this node does not want the peer; None: it does."""
         mine = self._owner.peer_id
         if peer_id == mine:
-            if hello.incarnation != self._incarnation:
-                self.alarm_duplicate("it connected to this node")
-            return Refused("self", f"{peer_id} is this node itself")
+            if hello.incarnation == self._incarnation:
+                return Refused("self", f"{peer_id} is this node itself")
+            self.alarm_duplicate("it connected to this node")
+            return Refused("identity", f"Another machine uses the identity {peer_id}: {_ONE_KEY_ONE_NODE}")
         if self.reputation.is_banned(peer_id):
             return Refused("banned", f"{mine} shut {peer_id} out for a while, because it broke rules")
         if hello.protocol != PROTOCOL_VERSION or _minor(hello.version) != _minor(self._version):
@@ -239,8 +246,7 @@ class Introductions:
             if await old.answers_within(PROBE_S):
                 return Refused(
                     "identity",
-                    f"Another machine, at {old.remote_host}, already takes part as {peer_id}: "
-                    "stop one of the two, or give one another home (a copied key is not a second node).",
+                    f"Another machine, at {old.remote_host}, already takes part as {peer_id}: {_ONE_KEY_ONE_NODE}",
                 )
             old.close("it was restarted")
             return None
@@ -281,17 +287,28 @@ class Introductions:
         if refusal.code == "identity" and not by_this_node:
             self.alarm_duplicate(refusal.reason)
         event = PeerRefused(peer=peer_id, code=refusal.code, reason=refusal.reason, by_this_node=by_this_node)
-        self.last_refusal = event
+        self._last_refusal = event
+        self._last_refusal_at_s = trio.current_time()
         self._owner.tell(event)
 
     def alarm_duplicate(self, detail: str) -> None:
         """Somebody else has this node's key."""
-        self.duplicate = (
-            f"Another machine uses this node's identity {self._owner.peer_id} ({detail}): "
-            "stop one of the two, or give one another home."
+        self._duplicate = reason = (
+            f"Another machine uses this node's identity {self._owner.peer_id} ({detail}): {_ONE_KEY_ONE_NODE}"
         )
-        _log.error("duplicate identity", reason=self.duplicate)
-        self._owner.tell(DuplicateIdentity(reason=self.duplicate))
+        self._duplicate_at_s = trio.current_time()
+        _log.error("duplicate identity", reason=reason)
+        self._owner.tell(DuplicateIdentity(reason=reason))
+
+    def fresh_alarm(self) -> str:
+        """The sentence of a duplicate identity, for a while after it was last seen; else empty."""
+        return self._duplicate if trio.current_time() - self._duplicate_at_s < FRESH_S else ""
+
+    def fresh_refusal(self) -> str:
+        """The sentence of the last refusal, for a while; else empty."""
+        if self._last_refusal is None or trio.current_time() - self._last_refusal_at_s > FRESH_S:
+            return ""
+        return self._last_refusal.reason
 
 
 async def _retire(old: Link) -> None:

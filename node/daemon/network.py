@@ -337,13 +337,13 @@ class Network:
     # ------------------------------------------------------------ answers for people
 
     def reason(self) -> str:
-        """Why there are no peers, in one sentence; empty when there are."""
-        if self.introductions.duplicate:
-            return self.introductions.duplicate
+        """Why there are no peers, or who else has this node's key, in one sentence; empty when all is well."""
+        if alarm := self.introductions.fresh_alarm():
+            return alarm
         if self.peers:
             return ""
-        if (refusal := self.introductions.last_refusal) is not None:
-            return refusal.reason
+        if refusal := self.introductions.fresh_refusal():
+            return refusal
         if errors := self.discovery.bootstrap_errors:
             return f"No peer answers ({describe_errors(errors)}); dialling them again until one does."
         where = self.addresses[0] if self.addresses else "this node's address"
