@@ -12,7 +12,7 @@ from protocol import chain, commits, wire
 from protocol.chain import ChainState
 from protocol.journal import SignedReform
 from protocol.messages import Reform, Reformed, ReformVote, Signed
-from protocol.names import PeerId, digest, encode_integer
+from protocol.names import PeerId, digest, encode_integer, initial_lineage
 from protocol.standing import Standing
 
 CALLS_AHEAD = 8
@@ -97,11 +97,15 @@ class Reforming:
     def advance(self) -> Reformed | None:
         """The new lineage once all of its members have signed it."""
         heard = self.heard()
+        if len(heard) >= self.quorum:
+            self.standing.quorum_was_heard = True
         if len(heard) >= self.quorum or not self.member or self.standing.leaving:
             self.lost_since_s, self.active = None, False
             return self._born()
         if self.lost_since_s is None:
             self.lost_since_s = self.outbox.now_s
+        if self._not_begun():
+            return self._born()
         if not self._hopeless(heard) and not self.outbox.due(self.lost_since_s + self.rules.fork_timeout_s):
             return self._born()
         if not self.active:
@@ -121,6 +125,14 @@ class Reforming:
         self._collect()
         self._sign()
         return self._born()
+
+    def _not_begun(self) -> bool:
+        """Founders who start at different times have not lost each other: a run begins when a quorum of them is there.
+
+        Without this, the first of four to start would go on alone after `T_fork`, and three more lineages follow.
+        """
+        base = self.state.base
+        return base.round == 0 and base.lineage == initial_lineage(base.run) and not self.standing.quorum_was_heard
 
     def _hopeless(self, heard: set[PeerId]) -> bool:
         """LEAVEs alone make a quorum impossible, and those who leave are gone: nothing is gained by waiting."""

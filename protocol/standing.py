@@ -52,6 +52,8 @@ class Standing:
 
     voting: bool = True
     """False in a lineage where earlier promises may be forgotten or were given to another (`Journal.barred`)."""
+    quorum_was_heard: bool = False
+    """Whether a quorum of electors was ever heard together in this life."""
     leaving: bool = False
     able: bool = True
     remaining_s: float | None = None

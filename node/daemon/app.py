@@ -57,6 +57,7 @@ async def run_node(settings: DaemonSettings) -> None:
                 run_id=settings.run_digest,
                 version=node.__version__,
                 incarnation=incarnation,
+                name=settings.name or "",
             ) as network:
                 host = TrainerHost(home)
                 view = StatusView(
@@ -67,7 +68,6 @@ async def run_node(settings: DaemonSettings) -> None:
                     supervisor=supervisor,
                     observations=observations,
                 )
-                network.membership.publish(name=settings.name or "")
                 nursery.start_soon(_log_network, network, observations)
                 await nursery.start(host.run)  # type: ignore[arg-type]
                 bound = await nursery.start(partial(http.serve, view, home.control_socket, settings.http))

@@ -133,9 +133,7 @@ class CatchUp:
                     log.warning("a peer is on another lineage than this node", peer=tip.peer, round=tip.tip.round)
                     self._observations.count(["peer on another lineage"])
                     return False
-                await trio.to_thread.run_sync(
-                    self._store.extend, page.records, tip.tip.state_hash, self._rules, self._keyring
-                )
+                await trio.to_thread.run_sync(self._store.extend, page.records, tip.tip.state_hash)
             except (RequestFailed, msgspec.DecodeError, InvalidCommit, StrangerError) as error:
                 log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
                 self._observations.count(["chain refused"])

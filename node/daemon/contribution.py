@@ -49,7 +49,11 @@ class WorkLedger:
         self._produced += tokens * self.parts
         self._carried = [carried + tokens for carried in self._carried]
         self._frozen = list(self._carried)
-        return run_lengths([min(value, self.token_cap) for value in self._frozen])
+        return self.frozen()
+
+    def frozen(self) -> tuple[tuple[int, int], ...]:
+        """The runs of what is frozen at the moment, within the cap."""
+        return run_lengths([min(value, self.token_cap) for value in self._frozen or []])
 
     def settle(self, counted: Sequence[bool]) -> None:
         """A commit: counted parts leave the local model once, the others stay."""

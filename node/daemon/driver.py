@@ -179,6 +179,7 @@ class Driver:
                     round=self.machine.state.base.round,
                     members=len(effect.reformed.reform.members),
                 )
+                self._nursery.start_soon(self._training.rebase, self.machine.state)
             case events.CatchUp():
                 self._outcome = self._outcome or Behind(peer=effect.peer)
             case events.Misbehaved():

@@ -118,6 +118,16 @@ class Training:
             self._host.poke()
         self._post_progress()
 
+    async def rebase(self, state: ChainState) -> None:
+        """The run goes on as another lineage, same round and outer state: what is frozen is offered there anew."""
+        contribution = self._contribution
+        self._state = state
+        self._frozen = False
+        if contribution is not None:
+            await self._offer(state.base, contribution, self._ledger.frozen())
+        elif self._welcomed_round is None:
+            self._host.poke()
+
     def _start(self, state: ChainState) -> wire.RoundStart | None:
         mine = member(state, self._identity.peer_id)
         if mine is None:
@@ -224,21 +234,25 @@ class Training:
         self._let_go.set()
         if self._frozen:
             return  # READY went out without it (too late): it stays in the local model and rides in the next round
+        await self._offer(state.base, contribution, tokens)
+
+    async def _offer(self, base: Base, contribution: wire.Contribution, tokens: tuple[tuple[int, int], ...]) -> None:
+        """Encode what the trainer handed over, and tell the machine. The same `delta` gives the same bytes."""
         if self.engine is None or contribution.tokens == 0:
-            self._send_frozen(state.base, (), None, contribution)
+            self._send_frozen(base, (), None, contribution)
             return
         try:
-            encoded = await self.engine.encode(base=state.base.digest())
+            encoded = await self.engine.encode(base=base.digest())
         except trio.BrokenResourceError:
             return  # the engine is restarting: the session starts over and asks for the contribution again
         if not encoded.finite:
             log.error("the trainer's pseudo-gradient holds NaN or infinity: it is discarded", round=contribution.round)
             self._observations.count(["pseudo-gradient not finite"])
             self._hard_reset = True
-            self._send_frozen(state.base, (), None, contribution)
+            self._send_frozen(base, (), None, contribution)
             return
         self._encoded = encoded
-        self._send_frozen(state.base, tokens, encoded, contribution)
+        self._send_frozen(base, tokens, encoded, contribution)
 
     def _send_frozen(
         self,
