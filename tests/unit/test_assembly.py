@@ -1,0 +1,122 @@
+"""READYs as they come in, when a coordinator goes, and what stands in its roster."""
+
+from __future__ import annotations
+
+import pytest
+from chain_samples import CheapKeyring, make_rules, peers
+
+from protocol import chain, validity, wire
+from protocol.assembly import Assembly, Pace, absent_after
+from protocol.messages import Join, Leave, Ready, Signed
+from protocol.names import PeerId
+from protocol.rules import Rules
+
+FIVE = peers(5)
+RULES = make_rules(FIVE)
+STATE = chain.genesis(RULES)
+
+
+def ready(sender: PeerId, *, tokens: int = 8, norm: float = 1.0) -> Signed[Ready]:
+    runs = ((RULES.part_count, tokens),) if tokens else ()
+    message = Ready(base=STATE.base, tokens=runs, norm=norm, largest=0.1)
+    return wire.sign(CheapKeyring(sender), sender, message)
+
+
+def join(sender: PeerId) -> Signed[Join]:
+    return wire.sign(CheapKeyring(sender), sender, Join(base=STATE.base, units_wanted=2))
+
+
+def leave(sender: PeerId) -> Signed[Leave]:
+    return wire.sign(CheapKeyring(sender), sender, Leave(base=STATE.base))
+
+
+def assembled(count: int, rules: Rules = RULES) -> Assembly:
+    assembly = Assembly(state=STATE, rules=rules)
+    for number, sender in enumerate(FIVE[:count]):
+        assert assembly.add_ready(ready(sender), float(number)) is None
+    return assembly
+
+
+def test_nothing_is_due_before_a_quorum_of_electors() -> None:
+    pace = Pace()
+    assert assembled(2).due_s(same_round=FIVE[:2], behind=(), pace=pace, now_s=9.0) is None
+    assert assembled(3).quorum_since_s == 2.0
+
+
+def test_with_everyone_ready_the_roster_is_due_at_once() -> None:
+    assert assembled(3).due_s(same_round=FIVE[:3], behind=(), pace=Pace(), now_s=2.0) == 2.0
+
+
+def test_missing_members_are_waited_for_within_bounds() -> None:
+    assembly, pace = assembled(3), Pace()
+    due = {"same_round": FIVE[:4], "behind": (), "now_s": 2.0}
+    assert assembly.due_s(pace=pace, **due) == pytest.approx(RULES.assembly_max_s)
+    for _ in range(3):
+        pace.learn(assembly)
+    # Arrivals 0, 1, 2 s after the first: median 1, MAD 1, so 5 s after the first, which came at 0.
+    assert assembly.due_s(pace=pace, **due) == pytest.approx(max(5.0, 2.0 + 2 * RULES.grace_s))
+    assert assembly.due_s(same_round=FIVE[:3], behind=FIVE[3:4], pace=pace, now_s=2.0) == 2.0 + 2 * RULES.grace_s
+
+
+def test_a_ready_with_work_replaces_one_without_and_nothing_else_does() -> None:
+    assembly = Assembly(state=STATE, rules=RULES)
+    assert assembly.add_ready(ready(FIVE[0], tokens=0), 0.0) is None
+    assert assembly.contributors() == 0
+    assert assembly.add_ready(ready(FIVE[0]), 1.0) is None
+    assert assembly.contributors() == 1
+    assert assembly.add_ready(ready(FIVE[0], tokens=0), 2.0) is None
+    assert assembly.contributors() == 1
+    assert assembly.add_ready(ready(FIVE[0], tokens=9), 3.0) is not None
+    assert assembly.received_s[FIVE[0]] == 0.0
+
+
+def test_every_voter_accepts_the_roster() -> None:
+    assembly = assembled(4)
+    assembly.add_join(join("Newcomer"))
+    roster = assembly.roster(attempt=0, leaves={FIVE[4]: leave(FIVE[4])}, absent=())
+    assert roster is not None
+    leader = chain.coordinator(STATE, 0)
+    signed = wire.sign(CheapKeyring(leader), leader, roster)
+    assert validity.check_roster(STATE, RULES, signed, CheapKeyring("voter")) is None
+    assert [entry.sender for entry in roster.readys] == list(FIVE[:4])
+    assert [entry.sender for entry in roster.joins] == ["Newcomer"]
+    assert [entry.sender for entry in roster.leaves] == [FIVE[4]]
+
+
+def test_leavers_stay_out_unless_their_votes_are_needed() -> None:
+    roster = assembled(4).roster(attempt=0, leaves={FIVE[0]: leave(FIVE[0])}, absent=())
+    assert roster is not None
+    assert [entry.sender for entry in roster.readys] == list(FIVE[1:4])
+    needed = assembled(3).roster(attempt=0, leaves={FIVE[0]: leave(FIVE[0])}, absent=())
+    assert needed is not None
+    assert [entry.sender for entry in needed.readys] == list(FIVE[:3])
+
+
+def test_too_few_contributors_make_a_roster_without_parts_only_for_joins() -> None:
+    rules = make_rules(FIVE, min_peers=4)
+    assembly = assembled(3, rules)
+    assert not assembly.enough()
+    assert assembly.roster(attempt=0, leaves={}, absent=()) is None
+    assembly.add_join(join("Newcomer"))
+    assert assembly.enough()
+    roster = assembly.roster(attempt=0, leaves={}, absent=())
+    assert roster is not None
+    assert roster.plan is None
+    leader = chain.coordinator(STATE, 0)
+    signed = wire.sign(CheapKeyring(leader), leader, roster)
+    assert validity.check_roster(STATE, rules, signed, CheapKeyring("voter")) is None
+
+
+def test_a_leaver_joins_nothing() -> None:
+    assembly = assembled(3)
+    assembly.add_join(join("Newcomer"))
+    assembly.forget("Newcomer")
+    assert not assembly.joins
+
+
+def test_who_may_be_absent() -> None:
+    roster = assembled(4).roster(attempt=0, leaves={}, absent=())
+    assert roster is not None
+    assert absent_after(roster, [0b0011, 0b0101], FIVE) == {FIVE[3]}
+    assert absent_after(roster, [], FIVE[:3]) == {FIVE[3]}
+    assert absent_after(roster, [], FIVE) == set()
