@@ -169,7 +169,21 @@ def announced(listening: Sequence[Address], announce: Sequence[Address]) -> list
         else:
             found[address] = None
     outside = [address for address in found if not _is_loopback(address)]
-    return outside or list(found)
+    primary = primary_hosts()
+    return sorted(outside, key=lambda one: (one.host not in primary, not one.is_public)) or list(found)
+
+
+def primary_hosts() -> set[str]:
+    """The addresses from which this machine reaches the rest of the world: not those of its bridges and tunnels."""
+    found: set[str] = set()
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((elsewhere, 9))  # chooses a route; nothing is sent
+                found.add(str(probe.getsockname()[0]))
+        except OSError:
+            continue  # no route there
+    return found
 
 
 def _is_loopback(address: Address) -> bool:

@@ -172,6 +172,9 @@ class _NoAutoConnector(AutoConnector):  # type: ignore[misc]
     async def maybe_connect(self) -> None:
         await trio.lowlevel.checkpoint()
 
+    def record_disconnect(self, peer_id: ID) -> None:
+        """The library remembers every peer there ever was."""
+
 
 class HardenedSwarm(Swarm):  # type: ignore[misc]
     """The library's swarm with our admission, our dialling, and no task whose error ends the host."""
@@ -255,7 +258,7 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
         The library tries at most two addresses, then refuses the peer for 60 s. Raises `DialError`.
         """
         target = ID.from_string(peer_id)
-        while other := self._dials.get(target):
+        while (other := self._dials.get(target)) is not None:
             await other.wait()
             if alive := [one for one in self.get_connections(target) if not one.is_closed]:
                 return alive[0]

@@ -58,6 +58,7 @@ MAX_OBSERVED = 64
 OBSERVERS = 2
 """Peers that must see this node come from the same public address before it is announced."""
 
+ADDRESS_INTERVAL_S = 30.0
 MAX_EVENTS = 256
 GOODBYE_S = 2.0
 
@@ -87,6 +88,7 @@ async def open_network(
     told = [parse_own_address(text, "--announce") for text in announce]
     known = [parse_peer_address(text) for text in bootstrap]
     remembered = RememberedPeers(home.peers_file)
+    failure: Exception | None = None
     network = Network(identity=identity, version=version, incarnation=incarnation, name=name, announce=told)
     with unwrapped():
         async with open_host(identity, own, lambda: network.announced) as host, trio.open_nursery() as nursery:
@@ -94,15 +96,21 @@ async def open_network(
             async with background_trio_service(network.discovery.dht):
                 nursery.start_soon(network.discovery.run)
                 nursery.start_soon(network.gossip.run)
+                nursery.start_soon(network._watch_addresses)
                 if run_id is not None:
                     await network.set_run(run_id)
                 try:
                     yield network
+                except Exception as error:
+                    failure = error
+                    raise
                 finally:
                     network.inbox.close()
                     with trio.CancelScope(shield=True), trio.move_on_after(GOODBYE_S):
                         await network._leave()
                     nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure  # the library's own contexts, ending while cancelled, lose what went through them
 
 
 class Network:
@@ -287,7 +295,7 @@ class Network:
             self.membership.publish(reachable=True)
         self._change_links()
         try:
-            await self.discovery.on_link(link, addresses)
+            self._nursery.start_soon(self.discovery.on_link, link, addresses)
             if self.is_member(link):
                 self._nursery.start_soon(self.gossip.welcome, link)
             await link.run_until_closed()
@@ -321,6 +329,12 @@ class Network:
             return
         self._observed.setdefault(host, set()).add(by)
         self._refresh_announced()
+
+    async def _watch_addresses(self) -> None:
+        """A laptop changes networks, a lease ends: the record follows."""
+        while True:
+            await trio.sleep(ADDRESS_INTERVAL_S)
+            self._refresh_announced()
 
     def _refresh_announced(self) -> None:
         found = announced(self._listening, self._announce)

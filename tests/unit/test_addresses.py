@@ -86,7 +86,8 @@ def test_strangers_addresses_are_bounded_and_their_own() -> None:
         parse_strangers_addresses(["nonsense"], PEER)
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, *interfaces: str) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, *interfaces: str, primary: str = "") -> None:
+    monkeypatch.setattr(addresses, "primary_hosts", lambda: {primary})
     monkeypatch.setattr(addresses, "local_networks", lambda: [ipaddress.ip_interface(one) for one in interfaces])
 
 
@@ -101,6 +102,17 @@ def test_loopback_is_announced_only_when_there_is_nothing_else(monkeypatch: pyte
     assert announced([everywhere], told) == told
     machine(monkeypatch, "127.0.0.1/8")
     assert announced([everywhere], []) == [Address("ip4", "127.0.0.1", 4001)]
+
+
+def test_the_address_of_the_default_route_is_announced_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "172.17.0.1/16", "8.8.4.4/24", "192.168.1.7/24", primary="192.168.1.7")
+    order = [one.host for one in announced([Address("ip4", "0.0.0.0", 4001)], [])]
+    assert order == ["192.168.1.7", "8.8.4.4", "172.17.0.1"]
+
+
+def test_primary_hosts_are_this_machines() -> None:
+    mine = {str(one.ip) for one in addresses.local_networks()}
+    assert addresses.primary_hosts() <= mine
 
 
 def test_what_is_likely_to_answer_is_dialled_first(monkeypatch: pytest.MonkeyPatch) -> None:
