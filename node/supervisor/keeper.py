@@ -296,6 +296,9 @@ class Supervisor:
         return {"ok": True}, ()
 
     def _start_engine(self, sizes: tuple[int, int, int]) -> tuple[dict[str, Any], tuple[int, ...]]:
+        if self._engine.running and self._engine.exited():
+            # The daemon saw its connection end before we saw the process end: do not hand it to the dead.
+            self._on_exit(self._engine, self._reap(self._engine))
         fresh, descriptors = self._port.connect(sizes)
         self._engine.wanted = True
         if self._engine.running:
