@@ -132,7 +132,9 @@ class Reforming:
         Without this, the first of four to start would go on alone after `T_fork`, and three more lineages follow.
         """
         base = self.state.base
-        return base.round == 0 and base.lineage == initial_lineage(base.run) and not self.standing.quorum_was_heard
+        founding = base.round == 0 and base.lineage == initial_lineage(base.run)
+        # Without its journal a founder cannot know: a founder alone would wait for itself for ever.
+        return founding and self.standing.voting and not self.standing.quorum_was_heard
 
     def _hopeless(self, heard: set[PeerId]) -> bool:
         """LEAVEs alone make a quorum impossible, and those who leave are gone: nothing is gained by waiting."""
