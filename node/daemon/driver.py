@@ -12,7 +12,6 @@ from functools import partial
 
 import structlog
 import trio
-from protocol.peer import PeerMachine
 
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
@@ -26,6 +25,7 @@ from node.manifest import Manifest
 from protocol import events
 from protocol.messages import Commit
 from protocol.names import PeerId
+from protocol.peer import PeerMachine
 from protocol.rules import Rules
 
 log = structlog.get_logger()
@@ -125,10 +125,9 @@ class Driver:
 
     async def _next_event(self) -> events.Event | _ApplyDone:
         wait_s = max(0.0, self.machine.next_wakeup_s - trio.current_time())
-        event: events.Event | _ApplyDone = events.Tick()
-        with trio.move_on_after(wait_s):
+        with trio.move_on_after(wait_s) as timer:
             event = await self._receive.receive()
-        return event
+        return events.Tick() if timer.cancelled_caught else event
 
     async def _from_network(self) -> None:
         async for peer, data in self._network.inbox:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from node.engine import api
 from protocol.messages import Commit, PartHeader, Roster, Signed
 from protocol.names import Digest
+from protocol.planning import contributing_of
 from protocol.rules import Rules
 
 
@@ -42,10 +43,7 @@ def exchange_request(
     roster_id: Digest, roster: Roster, my_index: int, rules: Rules, leaf_signatures: tuple[bytes, ...]
 ) -> api.Exchange:
     assert roster.plan is not None, "a roster without parts has no exchange"
-    contributing = 0
-    for bit, ready in enumerate(roster.readys):
-        if ready.message.contributes and not roster.absent >> bit & 1:
-            contributing |= 1 << bit
+    contributing = contributing_of(roster, rules)
     return api.Exchange(
         id=0,
         roster_id=roster_id,
