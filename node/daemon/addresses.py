@@ -6,6 +6,7 @@ An address is a multiaddr of TCP over IPv4, IPv6 or a DNS name, with the peer id
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
@@ -230,7 +231,7 @@ async def resolve(address: Address) -> list[Address]:
     )
 
 
-def check_port_is_free(address: Address) -> None:
+def check_can_listen(address: Address) -> None:
     """Raises `OperatorError` when something else listens there, or the address is not this machine's.
 
     libp2p listens with SO_REUSEPORT: two daemons would share a port, each getting half of the connections.
@@ -243,8 +244,12 @@ def check_port_is_free(address: Address) -> None:
         try:
             probe.bind((address.host, address.port))
         except OSError as error:
+            fix = {
+                errno.EADDRINUSE: f"stop what uses TCP port {address.port}, or choose another",
+                errno.EADDRNOTAVAIL: "choose an address of this machine",
+                errno.EACCES: "choose a port above 1023",
+            }.get(error.errno, "choose another address")
             raise OperatorError(
-                f"Cannot listen on {address.host_port} ({error.strerror}): "
-                f"stop what uses TCP port {address.port}, or choose another with --listen "
-                f"/{address.kind}/{address.host}/tcp/PORT (0: any free port)."
+                f"Cannot listen on {address.host_port} ({error.strerror}): {fix} "
+                f"with --listen /{address.kind}/HOST/tcp/PORT (port 0: any free one)."
             ) from error

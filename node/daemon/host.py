@@ -32,7 +32,7 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
-from node.daemon.addresses import Address, check_port_is_free, parse_address, ranked, resolve
+from node.daemon.addresses import Address, check_can_listen, parse_address, ranked, resolve
 from node.daemon.hardening import (
     CONNECT_TIMEOUT_S,
     HardenedMuxers,
@@ -351,8 +351,9 @@ class HardenedHost(BasicHost):  # type: ignore[misc]
         return stream
 
     def listening(self) -> list[Address]:
-        """Where the host listens, with the ports that the system chose."""
-        return [parse_address(str(one)) for one in self.get_transport_addrs()]
+        """Where the host listens, with the ports that the system chose; IPv4 first."""
+        found = [parse_address(str(one)) for one in self.get_transport_addrs()]
+        return sorted(found, key=lambda address: address.kind)
 
 
 @contextmanager
@@ -382,8 +383,7 @@ async def open_host(
     """A running host that listens on `listen`. Raises `OperatorError` when one of them cannot be listened on."""
     quieten_libp2p()
     for address in listen:
-        if address.port:
-            check_port_is_free(address)
+        check_can_listen(address)
     key_pair = create_new_key_pair(identity.seed)
     peer_id = ID.from_pubkey(key_pair.public_key)
     noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)

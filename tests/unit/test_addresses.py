@@ -12,7 +12,7 @@ from node.daemon import addresses
 from node.daemon.addresses import (
     Address,
     announced,
-    check_port_is_free,
+    check_can_listen,
     parse_own_address,
     parse_peer_address,
     parse_strangers_addresses,
@@ -143,11 +143,11 @@ def test_a_busy_port_is_named_even_when_its_owner_would_share_it() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(OperatorError, match=rf"127\.0\.0\.1:{port}.*port {port}.*--listen"):
-            check_port_is_free(Address("ip4", "127.0.0.1", port))
-    check_port_is_free(Address("ip4", "127.0.0.1", port))
+        with pytest.raises(OperatorError, match=rf"127\.0\.0\.1:{port}.*stop what uses TCP port {port}.*--listen"):
+            check_can_listen(Address("ip4", "127.0.0.1", port))
+    check_can_listen(Address("ip4", "127.0.0.1", port))
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
-    with pytest.raises(OperatorError, match=r"203\.0\.113\.5:4001"):
-        check_port_is_free(Address("ip4", "203.0.113.5", 4001))
+    with pytest.raises(OperatorError, match=r"203\.0\.113\.5:4001.*an address of this machine"):
+        check_can_listen(Address("ip4", "203.0.113.5", 4001))
