@@ -15,7 +15,7 @@ from node.artifacts import write_atomically
 from node.cli import runs
 from node.cli.options import OperatorSettings
 from node.cli.runs import HomeRun
-from node.daemon.addresses import Address, check_port_is_free, parse_own_address, parse_peer_address
+from node.daemon.addresses import Address, check_can_listen, parse_own_address, parse_peer_address
 from node.daemon.identity import ensure_identity
 from node.errors import OperatorError
 from node.home import Home
@@ -138,7 +138,7 @@ def _listen_addresses(home: Home, operator: OperatorSettings) -> list[Address]:
     try:
         port = int(remembered.read_text(encoding="ascii"))
         address = Address("ip4", ANY_HOST, port)
-        check_port_is_free(address)
+        check_can_listen(address)
     except (FileNotFoundError, ValueError, OperatorError):
         address = Address("ip4", ANY_HOST, _free_port())
         write_atomically(str(address.port).encode(), remembered)
@@ -154,7 +154,7 @@ def _free_port() -> int:
 def _check_ports(operator: OperatorSettings, listen: list[Address]) -> None:
     for address in listen:
         if address.port:
-            check_port_is_free(address)
+            check_can_listen(address)
     if operator.data_port:
         if any(address.port == operator.data_port for address in listen):
             raise OperatorError(
