@@ -110,6 +110,7 @@ class Ballots:
         if not self._may_cast(1) or (record.attempt, 2) in record.my_votes:
             return False
         if record.attempt in record.conflicts:
+            record.refusals[record.attempt] = f"its leader {record.leader()} signed two different things"
             return self._cast(1, NIL)
         signed = record.proposals.get(record.attempt)
         if signed is not None:
@@ -119,19 +120,28 @@ class Ballots:
             else:
                 candidate.proposed.add(record.attempt)
                 left_out = self.judge.left_out(candidate)
-                if self.judge.refuses(signed.message, candidate) is not None or left_out:
+                why = self.judge.refuses(signed.message, candidate)
+                if why is None and left_out:
+                    why = f"the roster leaves out the READY of {left_out[0].sender}, which was there in time"
+                if why is not None:
                     candidate.refused = True
+                    record.refusals[record.attempt] = why
                     return self._cast(1, NIL, left_out)
                 if self.judge.held(signed, candidate):
                     decision = chain.decision(record.base_digest, candidate.roster_id, signed.message.headers)
                     may = record.agreement.may_vote(
                         decision, attempt=record.attempt, valid_attempt=signed.message.valid_attempt
                     )
+                    if not may:
+                        record.refusals[record.attempt] = "it is not what this node is locked on"
                     return self._cast(1, decision if may else NIL)
         elif record.leader() == record.me and record.attempt <= record.fence:
             # An earlier life may have led this attempt; nothing that I send for it could be trusted.
             return self._cast(1, NIL)
-        return self._timed_out() and self._cast(1, NIL)
+        if not self._timed_out():
+            return False
+        record.refusals[record.attempt] = f"nothing to vote for came in time from {record.leader()}"
+        return self._cast(1, NIL)
 
     def vote_second(self) -> bool:
         record = self.record

@@ -49,36 +49,38 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
 def _working(machine: PeerMachine) -> tuple[str, str]:
     round_, assembly = machine.round, machine.round.assembly
     lost_s = machine.reforming.lost_since_s
-    silence = "" if lost_s is None else f"; only {len(machine.reforming.heard())} electors are heard"
+    refused = round_.refusals.get(max(round_.refusals, default=-1))
+    aside = "" if refused is None else f"; attempt {max(round_.refusals)} failed here: {refused}"
+    aside += "" if lost_s is None else f"; only {len(machine.reforming.heard())} electors are heard"
     if round_.my_ready is None:
         if machine.standing.remaining_s is None:
-            return "training", f"no trainer is attached; the contribution of others is awaited{silence}"
+            return "training", f"no trainer is attached; the contribution of others is awaited{aside}"
         if round_.asked_until_s is not None:
-            return "training", f"the trainer is asked for its contribution to round {machine.state.base.round}{silence}"
-        return "training", f"training for about {machine.standing.remaining_s:.0f} s more{silence}"
+            return "training", f"the trainer is asked for its contribution to round {machine.state.base.round}{aside}"
+        return "training", f"training for about {machine.standing.remaining_s:.0f} s more{aside}"
     candidate = round_.current()
     if round_.attempt in round_.proposals or (round_.attempt, 1) in round_.my_votes:
         missing = [peer for peer in machine.state.electors if round_.agreement.of(peer, round_.attempt, 2) is None]
-        return "voting", f"attempt {round_.attempt} waits for the votes of {names(missing)}{silence}"
+        return "voting", f"attempt {round_.attempt} waits for the votes of {names(missing)}{aside}"
     if candidate is not None:
         held = len(round_.held_parts(candidate))
         if held == len(candidate.roots) or candidate.ended:
-            return "voting", f"attempt {round_.attempt} waits for the proposal of {names([round_.leader()])}{silence}"
-        return "exchanging", f"{held} of {len(candidate.roots)} parts of attempt {round_.attempt} are held{silence}"
+            return "voting", f"attempt {round_.attempt} waits for the proposal of {names([round_.leader()])}{aside}"
+        return "exchanging", f"{held} of {len(candidate.roots)} parts of attempt {round_.attempt} are held{aside}"
     contributors, needed = assembly.contributors(), max(1, machine.rules.min_peers)
     if contributors < needed and not assembly.joins:
-        return "paused", f"{contributors} of at least {needed} contributors are ready (min_peers){silence}"
+        return "paused", f"{contributors} of at least {needed} contributors are ready (min_peers){aside}"
     if assembly.quorum_since_s is None:
         return "waiting", (
             f"{assembly.electors_ready()} of {len(machine.state.electors)} electors are ready, "
-            f"{round_.quorum} are needed{silence}"
+            f"{round_.quorum} are needed{aside}"
         )
     here, _ = machine.standing.live_members(machine.state)
     missing = sorted(here - assembly.readys.keys())
     if round_.leader() == machine.me:
-        return "assembling", f"the roster of attempt {round_.attempt} waits for {names(missing)}{silence}"
+        return "assembling", f"the roster of attempt {round_.attempt} waits for {names(missing)}{aside}"
     who = names([round_.leader()])
-    return "waiting", f"attempt {round_.attempt} waits for the roster of {who}{silence}"
+    return "waiting", f"attempt {round_.attempt} waits for the roster of {who}{aside}"
 
 
 def names(peers: Collection[PeerId]) -> str:

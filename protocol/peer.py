@@ -122,7 +122,11 @@ class PeerMachine:
         self._final_since_s: float | None = None
         self.finished = False
         promised, fence = self._read_journal(journal, journal_lost)
-        self._start_round(state, promised, fence)
+        try:
+            self._start_round(state, promised, fence)
+        except wire.WireError:
+            # Whole, but of a version that wrote its messages in another form: as good as lost.
+            self._start_round(state, *self._read_journal(None, True))
 
     def _read_journal(self, data: bytes | None, lost: bool) -> tuple[Journal, int]:
         """What an earlier life promised at this base, and the attempts that it may have touched."""

@@ -59,6 +59,8 @@ class Record:
         """Decision → (roster id, headers)."""
         self.judged: dict[bytes, str | None] = {}
         """Body of a PROPOSAL → why section 6 refuses it, apart from what depends on my clock and disk."""
+        self.refusals: dict[int, str] = {}
+        """Attempt → why I voted NIL there; for `status` and logs."""
         self.sound: set[Digest] = set()
         """Decisions whose content was checked here."""
         self.valid: tuple[int, Digest, Certificate] | None = None

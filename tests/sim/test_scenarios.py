@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from sim_model import make_rules
@@ -12,9 +13,12 @@ from sim_profiles import peer_names
 from sim_world import Weather, World
 
 from protocol import chain, wire
-from protocol.events import Received, StartExchange
-from protocol.messages import NIL, Heartbeat, Join, Proposal, Ready, Vote
+from protocol.chain import ChainState
+from protocol.events import Effect, Received, Send, StartExchange
+from protocol.messages import NIL, Heartbeat, Join, Proposal, Ready, Roster, Vote
 from protocol.names import digest
+from protocol.planning import contributing_of, deal, flat_plan, level_durations
+from protocol.rules import Rules
 
 STILL = Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0))
 
@@ -87,6 +91,7 @@ def test_a_swarm_of_two_survives_the_death_of_either(elector_dies: bool) -> None
     assert chain.counted_bits(last.headers) == 0b11
 
 
+@pytest.mark.slow
 def test_down_to_one_and_up_again() -> None:
     world = swarm(1, joiners=2)
     world.nodes["PeerB"].start()
@@ -190,6 +195,7 @@ def test_a_leaver_is_not_waited_for(peers: int) -> None:
     assert all(chain.member(node.state, leaver.peer) is None for node in rest)
 
 
+@pytest.mark.slow
 def test_bad_bytes_and_hostile_members_harm_nobody() -> None:
     """Noise, damaged messages, and well-signed nonsense of a member: dropped, named, and the rounds go on."""
     world = swarm(4)
@@ -234,3 +240,94 @@ def test_bad_bytes_and_hostile_members_harm_nobody() -> None:
         if number % 100 == 0:
             world.run(world.now_s + 0.2)
     run_to(world, world.furthest() + 2, 120.0, honest)
+
+
+def lead_with(world: World, change: Callable[[Roster], Roster], to: Sequence[str]) -> Node:
+    """Makes the coordinator of the next round sign a changed roster too, for the peers `to`; returns it."""
+    leader = world.nodes[chain.coordinator(world.nodes["PeerA"].state, 0)]
+    original = leader._perform
+
+    def two_faced(effect: Effect, before: ChainState) -> None:
+        if isinstance(effect, Send) and isinstance(wire.decode(effect.data).message, Roster):
+            roster = wire.decode(effect.data).message
+            other = wire.encode(wire.sign(leader.keyring, leader.peer, change(roster)))
+            for peer in world.nodes:
+                if peer != leader.peer:
+                    world.send(leader.peer, peer, other if peer in to else effect.data)
+        else:
+            original(effect, before)
+
+    leader._perform = two_faced  # type: ignore[method-assign]
+    return leader
+
+
+def without(victim: str, rules: Rules) -> Callable[[Roster], Roster]:
+    """The same roster, planned anew without one READY."""
+
+    def change(roster: Roster) -> Roster:
+        readys = tuple(ready for ready in roster.readys if ready.sender != victim)
+        smaller = replace(roster, readys=readys)
+        contributing = contributing_of(smaller, rules)
+        plan = flat_plan(len(readys), contributing)
+        dealt = deal(roster.base.digest(), rules.part_count, plan)
+        return replace(smaller, plan=plan, durations_s=level_durations(plan, contributing, dealt, rules))
+
+    return change
+
+
+def test_a_two_faced_coordinator_decides_nothing() -> None:
+    """Two rosters for one attempt: whoever sees both votes NIL, and another attempt commits the same round for all."""
+    world = swarm(4)
+    world.switches.accuse = False
+    run_to(world, 2, 30.0)
+    leader = chain.coordinator(world.nodes["PeerA"].state, 0)
+    others = [peer for peer in world.nodes if peer != leader]
+    lead_with(world, without(others[0], world.rules), others[1:])
+    run_to(world, 3, 90.0)
+    assert len({node.committed[2].roster.body for node in world.up()}) == 1
+    assert world.nodes[leader].committed[2].roster.message.attempt == 1
+
+
+def test_a_coordinator_that_leaves_out_a_ready_peer_is_outvoted() -> None:
+    world = swarm(4)
+    world.switches.accuse = False
+    run_to(world, 2, 30.0)
+    leader = chain.coordinator(world.nodes["PeerA"].state, 0)
+    others = [peer for peer in world.nodes if peer != leader]
+    victim = others[0]
+
+    node = world.nodes[leader]
+    assert node.machine is not None
+    assembly = node.machine.round.assembly
+    original = assembly.add_ready
+    assembly.add_ready = (  # type: ignore[method-assign]
+        lambda signed, now_s: None if signed.sender == victim else original(signed, now_s)
+    )
+    # The victim is ready first and long before the others, so that everyone has held its READY beyond the grace period.
+    for other in world.up():
+        if other.peer != victim:
+            other._trained_s += 8.0
+    run_to(world, 3, 120.0)
+    commit = world.nodes[victim].committed[2]
+    assert victim in [ready.sender for ready in commit.roster.message.readys]
+    assert commit.roster.message.attempt == 1
+
+
+def test_three_of_seven_vanish_right_after_ready() -> None:
+    """A quorum is left: the round commits over what came, without a REFORM."""
+    world = swarm(7)
+    run_to(world, 2, 30.0)
+    doomed = [node for node in world.up() if node.peer != chain.coordinator(node.state, 0)][:3]
+    watched = doomed[0].machine
+    assert watched is not None
+    world.run(
+        world.now_s + 30.0,
+        stop=lambda: all(node.machine is not None and node.machine.round.my_ready is not None for node in doomed),
+    )
+    for node in doomed:
+        node.kill()
+    rest = world.up()
+    took_s = run_to(world, 4, 120.0, rest)
+    assert took_s < 60.0
+    assert len(world.oracle.births) == 1
+    assert {other.committed[2].roster.body for other in rest} == {rest[0].committed[2].roster.body}
