@@ -248,7 +248,7 @@ def check_can_listen(address: Address) -> None:
                 errno.EADDRINUSE: f"stop what uses TCP port {address.port}, or choose another",
                 errno.EADDRNOTAVAIL: "choose an address of this machine",
                 errno.EACCES: "choose a port above 1023",
-            }.get(error.errno, "choose another address")
+            }.get(error.errno or 0, "choose another address")
             raise OperatorError(
                 f"Cannot listen on {address.host_port} ({error.strerror}): {fix} "
                 f"with --listen /{address.kind}/HOST/tcp/PORT (port 0: any free one)."

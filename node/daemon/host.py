@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -33,6 +32,7 @@ from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from node.daemon.addresses import Address, check_can_listen, parse_address, ranked, resolve
+from node.daemon.admission import LINGERED, MAX_CONNECTIONS, Admission, address_block
 from node.daemon.hardening import (
     CONNECT_TIMEOUT_S,
     HardenedMuxers,
@@ -53,13 +53,8 @@ HELLO_TIMEOUT_S = 20.0
 """For an accepted connection to introduce itself."""
 
 MAX_DIALLED_ADDRESSES = 8
-MAX_PENDING_PER_IP = 32
-MAX_PENDING = 256
-MAX_SETTLED_PER_IP = 128
-MAX_CONNECTIONS = 600
 
 _NEGOTIATE_TIMEOUT_S = 15
-_LINGERED = "connections that did not introduce themselves in time"
 _log = structlog.get_logger(__name__)
 
 
@@ -70,75 +65,6 @@ class DialError(AtollError):
         self.errors = errors
         tried = "; ".join(f"{address.host_port}: {why}" for address, why in errors.items())
         super().__init__(tried or "no address is known")
-
-
-class Admission:
-    """Who may connect: bounded per IP and in all, newcomers before those that linger without introducing themselves."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._pending: dict[str, deque[trio.CancelScope]] = {}
-        self._settled: Counter[str] = Counter()
-
-    @property
-    def pending(self) -> int:
-        return sum(len(scopes) for scopes in self._pending.values())
-
-    @property
-    def settled(self) -> int:
-        return self._settled.total()
-
-    @contextmanager
-    def pend(self, ip: str) -> Iterator[trio.CancelScope]:
-        """While a connection is not yet introduced. Its scope is cancelled when newer ones need the room."""
-        scopes = self._pending.setdefault(ip, deque())
-        if len(scopes) >= MAX_PENDING_PER_IP:
-            self._evict(ip)
-        elif self.pending >= MAX_PENDING:
-            self._evict(max(self._pending, key=lambda one: len(self._pending[one])))
-        with trio.CancelScope() as scope:
-            scopes.append(scope)
-            try:
-                yield scope
-            finally:
-                self._forget(ip, scope)
-
-    def _evict(self, ip: str) -> None:
-        scope = self._pending[ip].popleft()
-        self.counts[_LINGERED] += 1
-        scope.cancel()
-
-    def _forget(self, ip: str, scope: trio.CancelScope) -> None:
-        scopes = self._pending.get(ip)
-        if scopes is None:
-            return
-        if scope in scopes:
-            scopes.remove(scope)
-        if not scopes:
-            del self._pending[ip]
-
-    @contextmanager
-    def settle(self, ip: str) -> Iterator[bool]:
-        """While an introduced connection lives; False: there are too many of this IP."""
-        if self._settled[ip] >= MAX_SETTLED_PER_IP or self.settled >= MAX_CONNECTIONS:
-            self.counts["connections beyond the limit of one address"] += 1
-            yield False
-            return
-        self._settled[ip] += 1
-        try:
-            yield True
-        finally:
-            self._settled[ip] -= 1
-            if not self._settled[ip]:
-                del self._settled[ip]
-
-
-def _address_block(host: str) -> str:
-    """What counts as one origin: an IPv4 address, or the /64 that an IPv6 machine owns."""
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    if ip.version == 6 and ip.ipv4_mapped is None:
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(ip)
 
 
 class _GuardedManager:
@@ -213,13 +139,13 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
         block = "unknown"
         muxed: HardenedYamux | None = None
         try:
-            block = _address_block(note_remote_address(read_write_closer)[0])
+            block = address_block(note_remote_address(read_write_closer)[0])
             with self.admission.pend(block):
                 muxed = await self.upgrade_inbound_raw_conn(RawConnection(read_write_closer, False), maddr)
                 with trio.move_on_after(HELLO_TIMEOUT_S) as waiting:
                     await muxed.settled.wait()
                 if waiting.cancelled_caught:
-                    self.admission.counts[_LINGERED] += 1
+                    self.admission.counts[LINGERED] += 1
             if muxed is not None and muxed.greeted:
                 with self.admission.settle(block) as admitted:
                     if admitted:

@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import structlog
 import trio
 
+from node.daemon.outbox import MAX_QUEUED_BYTES, Outbox
 from node.daemon.streams import (
     MAX_FRAME_BYTES,
     Answer,
@@ -40,8 +41,6 @@ from protocol.names import PeerId
 MAX_REQUEST_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 FRAGMENT_BYTES = 64 * 1024
-MAX_QUEUED_DATAGRAMS = 256
-MAX_QUEUED_BYTES = 8 * 1024 * 1024
 MAX_CONCURRENT_REQUESTS = 8
 STRANGER_REQUESTS_PER_S = 10.0
 STRANGER_REQUESTS_AT_ONCE = 20.0
@@ -53,8 +52,6 @@ PING_LOST_AFTER_S = 5.0
 SILENCE_S = 30.0
 """A peer that says nothing for so long, pongs included, is gone: TCP does not notice a stopped machine."""
 
-MAX_URGENT_FRAMES = 1024
-_COALESCED_BYTES = 16 * 1024
 _log = structlog.get_logger(__name__)
 
 
@@ -99,12 +96,7 @@ class Link:
         """The peer said goodbye."""
         self._owner = owner
         self._stream = stream
-        self._urgent: deque[bytes] = deque()
-        self._datagrams: deque[tuple[str | None, bytes]] = deque()
-        self._datagram_bytes = 0
-        self._bulk: deque[bytes] = deque()
-        self._bulk_bytes = 0
-        self._wake = trio.Event()
+        self._outbox = Outbox()
         self._nursery: trio.Nursery | None = None
         self._last_heard_s = trio.current_time()
         self._heard = trio.Event()
@@ -196,66 +188,22 @@ class Link:
 
     def send(self, data: bytes, replaces: str | None = None) -> None:
         """Queue a datagram of less than 4 MiB; never blocks. One still queued under the same `replaces` gives way."""
-        frame = encode_frame(Datagram(data))
-        if replaces is not None:
-            for index, (key, old) in enumerate(self._datagrams):
-                if key == replaces:
-                    self._datagrams[index] = (key, frame)
-                    self._datagram_bytes += len(frame) - len(old)
-                    return
-        self._datagrams.append((replaces, frame))
-        self._datagram_bytes += len(frame)
-        while len(self._datagrams) > MAX_QUEUED_DATAGRAMS or self._datagram_bytes > MAX_QUEUED_BYTES:
-            _, oldest = self._datagrams.popleft()
-            self._datagram_bytes -= len(oldest)
-            self.dropped_datagrams += 1
-            self._owner.counts["datagrams dropped for a slow peer"] += 1
-        self._wake.set()
+        dropped = self._outbox.put_datagram(encode_frame(Datagram(data)), replaces)
+        self.dropped_datagrams += dropped
+        if dropped:
+            self._owner.counts["datagrams dropped for a slow peer"] += dropped
 
     def send_gossip(self, records: tuple[bytes, ...]) -> None:
         """Dropped when the peer is far behind: records come again."""
-        if self._bulk_bytes < MAX_QUEUED_BYTES:
-            self._queue_bulk(encode_frame(Gossip(records)))
+        if self._outbox.bulk_bytes < MAX_QUEUED_BYTES:
+            self._outbox.put_bulk(encode_frame(Gossip(records)))
 
     def send_run(self, run: bytes) -> None:
-        self._queue_urgent(encode_frame(RunChosen(run)))
-
-    def _queue_urgent(self, frame: bytes) -> None:
-        self._urgent.append(frame)
-        self._wake.set()
-
-    def _queue_bulk(self, frame: bytes) -> None:
-        self._bulk.append(frame)
-        self._bulk_bytes += len(frame)
-        self._wake.set()
+        self._outbox.put_urgent(encode_frame(RunChosen(run)))
 
     async def _write(self) -> None:
         while True:
-            frames = self._next_frames()
-            if frames:
-                await self._stream.send(*frames)
-            else:
-                await self._wake.wait()
-                self._wake = trio.Event()
-
-    def _next_frames(self) -> list[bytes]:
-        """A few small frames or one large one: pongs and pings, then datagrams, then the rest."""
-        frames: list[bytes] = []
-        size = 0
-        while size < _COALESCED_BYTES:
-            if self._urgent:
-                frame = self._urgent.popleft()
-            elif self._datagrams:
-                _, frame = self._datagrams.popleft()
-                self._datagram_bytes -= len(frame)
-            elif self._bulk:
-                frame = self._bulk.popleft()
-                self._bulk_bytes -= len(frame)
-            else:
-                break
-            frames.append(frame)
-            size += len(frame)
-        return frames
+            await self._stream.send(*await self._outbox.take())
 
     # ------------------------------------------------------------ round trips
 
@@ -274,7 +222,7 @@ class Link:
     def _send_ping(self) -> None:
         self.pings_sent += 1
         self._pings[self.pings_sent] = trio.current_time()
-        self._queue_urgent(encode_frame(Ping(self.pings_sent)))
+        self._outbox.put_urgent(encode_frame(Ping(self.pings_sent)))
 
     def _on_pong(self, nonce: int) -> None:
         sent_s = self._pings.pop(nonce, None)
@@ -295,9 +243,9 @@ class Link:
             self._heard.set()
             match frame:
                 case Ping(nonce):
-                    if len(self._urgent) > MAX_URGENT_FRAMES:
+                    if self._outbox.is_flooded:
                         raise StrangerError("it pings faster than it reads the answers")
-                    self._queue_urgent(encode_frame(Pong(nonce)))
+                    self._outbox.put_urgent(encode_frame(Pong(nonce)))
                 case Pong(nonce):
                     self._on_pong(nonce)
                 case Datagram(data):
@@ -334,7 +282,7 @@ class Link:
                 self._next_request += 1
                 number = self._next_request
                 waiting = self._waiting[number] = _Waiting()
-                self._queue_bulk(encode_frame(Request(number, method, payload)))
+                self._outbox.put_bulk(encode_frame(Request(number, method, payload)))
                 try:
                     await waiting.done.wait()
                 finally:
@@ -369,9 +317,9 @@ class Link:
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._owner.counts["requests refused"] += 1
-        if len(self._urgent) > MAX_URGENT_FRAMES:
+        if self._outbox.is_flooded:
             raise StrangerError("it asks faster than it reads the answers")
-        self._queue_urgent(encode_frame(Failure(request.id, reason)))
+        self._outbox.put_urgent(encode_frame(Failure(request.id, reason)))
 
     def _stranger_may_ask(self) -> bool:
         now = trio.current_time()
@@ -388,17 +336,17 @@ class Link:
             answer = await handler(self.peer_id, request.payload)
             if len(answer) > MAX_ANSWER_BYTES:
                 raise RequestFailed(f"the answer of {len(answer)} bytes is over the limit of {MAX_ANSWER_BYTES}")
-            if self._bulk_bytes > MAX_QUEUED_BYTES:
+            if self._outbox.bulk_bytes > MAX_QUEUED_BYTES:
                 raise RequestFailed("earlier answers are not read yet; ask again later")
         except AtollError as error:
-            self._queue_urgent(encode_frame(Failure(request.id, str(error)[:1000])))
+            self._outbox.put_urgent(encode_frame(Failure(request.id, str(error)[:1000])))
         except Exception:  # noqa: BLE001 - the link goes on, and the log has it
             _log.exception("a request handler failed", method=request.method, peer=self.peer_id)
-            self._queue_urgent(encode_frame(Failure(request.id, "the answering node failed; its log says why")))
+            self._outbox.put_urgent(encode_frame(Failure(request.id, "the answering node failed; its log says why")))
         else:
             for start in range(0, len(answer) or 1, FRAGMENT_BYTES):
                 stop = start + FRAGMENT_BYTES
-                self._queue_bulk(encode_frame(Answer(request.id, stop < len(answer), answer[start:stop])))
+                self._outbox.put_bulk(encode_frame(Answer(request.id, stop < len(answer), answer[start:stop])))
         finally:
             self._serving -= 1
 

@@ -36,7 +36,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from node.daemon import hardening, host
+from node.daemon import admission, hardening
 from node.daemon.addresses import Address
 from node.daemon.discovery import DHT_PROTOCOL, MAX_PROVIDED_KEYS, BoundedProviders, RunDHT
 from node.daemon.hardening import CHUNK_BYTES, HardenedPeerStore, HardenedYamux, PatientStream
@@ -206,7 +206,7 @@ def test_the_bare_inbound_limit_counts_connections_that_are_gone(monkeypatch: py
                 await connect(client, server)
 
     run(bare)
-    monkeypatch.setattr(host, "MAX_SETTLED_PER_IP", 3)
+    monkeypatch.setattr(admission, "MAX_SETTLED_PER_IP", 3)
 
     async def ours() -> None:
         async with our_host() as server, our_host() as client:
@@ -220,7 +220,7 @@ def test_the_bare_inbound_limit_counts_connections_that_are_gone(monkeypatch: py
 
 
 def test_connections_that_say_nothing_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "MAX_PENDING_PER_IP", 8)
+    monkeypatch.setattr(admission, "MAX_PENDING_PER_IP", 8)
 
     async def main() -> None:
         async with our_host() as server, our_host() as client, trio.open_nursery() as nursery:

@@ -8,7 +8,7 @@ import pytest
 import trio
 from network_nodes import OTHER_RUN, RUN, Node, Nodes, meshed, nodes, run, until
 
-from node.daemon import introductions, link
+from node.daemon import introductions, link, outbox
 from node.daemon.addresses import parse_peer_address
 from node.daemon.identity import Identity
 from node.daemon.network import DuplicateIdentity, NetworkEvent, PeerConnected, PeerDisconnected, PeerRefused, Refused
@@ -75,7 +75,7 @@ def test_a_slow_peer_blocks_nobody_and_what_is_dropped_is_counted(tmp_path: Path
     async def main() -> None:
         async with nodes(tmp_path) as some:
             one, other = await two(some)
-            count = link.MAX_QUEUED_DATAGRAMS + 50
+            count = outbox.MAX_QUEUED_DATAGRAMS + 50
             for number in range(count):
                 one.network.send(None, number.to_bytes(4, "big"))
             first = await other.network.inbox.receive()
@@ -376,7 +376,7 @@ def test_a_peer_that_says_nothing_is_dropped(tmp_path: Path, monkeypatch: pytest
             await trio.sleep(1.5)
             assert not kept.closed.is_set(), "pongs are heard"
             theirs = other.network.links[one.network.peer_id]
-            monkeypatch.setattr(theirs, "_queue_urgent", lambda frame: None)  # neither pings nor pongs any more
+            monkeypatch.setattr(theirs._outbox, "put_urgent", lambda frame: None)  # neither pings nor pongs any more
             await kept.closed.wait()
             assert kept.why_closed == "it said nothing for 1 s"
             assert kept.pings_lost > 0
