@@ -34,6 +34,8 @@ from node.engine.traffic import Traffic
 StateRequest = api.LoadInitial | api.LoadSnapshot | api.ResumeState | api.SaveSnapshot | api.Encode | api.Apply
 FetchRequest = api.FetchParts | api.FetchArtifact | api.FetchSnapshot
 QUEUE_LENGTH = 64
+MAX_OLD_EXCHANGES = 2
+"""Exchanges that go on beside a new one, should the daemon not stop them."""
 
 Say = Callable[[api.FromEngine], Awaitable[None]]
 Failures = (StateError, SnapshotError, FetchFailed, OSError, ValueError)
@@ -284,6 +286,9 @@ class Engine:
             emit=self._say,
             want_header=self._want_header,
         )
+        # An earlier roster's exchange serves those who still want its parts, but not for ever.
+        for old in list(self._exchange_scopes.values())[:-MAX_OLD_EXCHANGES]:
+            old.cancel()
         scope = self._exchange_scopes[request.roster_id] = trio.CancelScope()
         self._nursery.start_soon(self._run_exchange, exchange, scope)
         return api.Done(id=request.id)

@@ -227,6 +227,8 @@ class Exchange:
         if index not in self._neighbours or self._stopped or self._nursery is None:
             return
         self._machine.on_connection_lost(index)
+        if self._machine.finished and not self._duties.owed_to(index):
+            return
         self._redials[index] = self._redials.get(index, 0) + 1
         if self._redials[index] > MAX_REDIALS:
             self._give_up(index)

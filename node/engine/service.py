@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import signal
 import socket
 import ssl
 
@@ -19,12 +20,19 @@ DaemonStream = FrameStream[api.Request, api.FromEngine]
 
 
 async def serve(supervisor_fd: int) -> None:
-    """Serve one daemon after another, until the supervisor's socket ends."""
+    """Serve one daemon after another, until the supervisor's socket ends or SIGTERM comes."""
     next_daemon, daemons = trio.open_memory_channel[socket.socket](1)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_receive_daemons, _socket(supervisor_fd), next_daemon, nursery.cancel_scope)
+        nursery.start_soon(_end_on_sigterm, nursery.cancel_scope)
         async for sock in daemons:
             await serve_daemon(sock)
+
+
+async def _end_on_sigterm(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
 
 
 async def serve_daemon(sock: socket.socket) -> None:

@@ -69,6 +69,8 @@ class Switchboard:
         self._contacts: dict[str, _Contact] = {}
         self._links: dict[str, Link] = {}
         self._strangers = Strangers()
+        self._news = trio.lowlevel.ParkingLot()
+        """Who waits for a peer that is not in the directory yet."""
         self.closed_sent_bytes = 0
         """Over links that are closed."""
         self.closed_received_bytes = 0
@@ -100,6 +102,7 @@ class Switchboard:
                     self._contacts[peer_id].arrived.set()
             else:
                 contact.peer = peer
+        self._news.unpark_all()
 
     def dial_token(self, peer_id: str, token: bytes | None) -> None:
         """The daemon's answer to `want_token`."""
@@ -117,11 +120,13 @@ class Switchboard:
         """
         if link := self._links.get(peer_id):
             return link
-        contact = self._contacts.get(peer_id)
-        if contact is None:
-            raise Unreachable(f"{peer_id} is not in the directory of engines")
-        why = "no connection in time"
+        why = "it is not in the directory of engines"
         with trio.move_on_after(within_s):
+            while (contact := self._contacts.get(peer_id)) is None and peer_id not in self._links:
+                await self._news.park()
+            if contact is None:
+                return self._links[peer_id]
+            why = "no connection in time"
             async with contact.dialling:
                 if not contact.peer.addresses:
                     why = "it has no address that can be dialled, and it did not dial"
@@ -251,6 +256,7 @@ class Switchboard:
             link = self._links[peer_id] = Link(peer_id, self._watcher)
             if contact := self._contacts.get(peer_id):
                 contact.arrived.set()
+            self._news.unpark_all()
             self._watcher.link_up(link)
         link.groups.add(group)
         self._nursery.start_soon(self._carry, link, stream)

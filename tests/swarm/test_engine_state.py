@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -103,6 +104,27 @@ def test_a_new_daemon_finds_state_parts_and_contribution(tmp_path: Path) -> None
                 second = flat_round(swarm, 1)
                 await second.start()
                 await second.apply(await second.finish())
+
+    trio.run(main)
+
+
+def open_files(engine: LabEngine, place: str) -> int:
+    return sum(place in os.readlink(link) for link in Path(f"/proc/{engine.pid}/fd").iterdir())
+
+
+def test_exchanges_that_nobody_stops_end_by_themselves(tmp_path: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with lab(tmp_path, 2) as swarm:
+                await swarm.load_initial(np.zeros(Sizes().elements, np.float32))
+                for engine in swarm.engines:
+                    engine.delta[:] = 0.25
+                for attempt in range(6):
+                    turn = flat_round(swarm, 0, attempt=attempt)
+                    await turn.start()
+                    assert all(await turn.finish())
+                # Each exchange holds the contribution open: two old ones and the newest.
+                assert [open_files(engine, "/outbox/") for engine in swarm.engines] == [3, 3]
 
     trio.run(main)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import ssl
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 
 from node.engine import handshake, tls
-from node.engine.frames import Header, Kind
+from node.engine.frames import AskMeta, DownMeta, Header, Kind, UpMeta
 from tests.swarm.engine_lab import LabEngine, Sizes, flat_round, lab
 from tests.swarm.test_engine_downloads import put_artifact
 from tests.swarm.test_engine_faults import Liar
@@ -157,3 +159,53 @@ def test_a_token_is_good_once_and_a_certificate_must_be_the_named_one(tmp_path: 
                 await trio.aclose_forcefully(first.transport_stream)
 
     trio.run(main)
+
+
+def test_a_member_that_sends_nonsense_in_well_formed_frames_stops_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        rng = random.Random(3)
+        sizes = Sizes(elements=16 * 1024, buffer_elements=0, part_elements=1024)
+        with trio.fail_after(90):
+            async with lab(tmp_path, 3, sizes) as swarm:
+                await swarm.load_initial(np.zeros(sizes.elements, np.float32))
+                turn = flat_round(swarm, 0, progress_s=4.0)
+                target, other, liar = turn.engines
+                for engine in turn.engines:
+                    engine.delta[:] = np.float32(0.5)
+                requests = turn.requests(await turn.encode())
+                liar.kill()
+                for engine, request in zip((target, other), requests, strict=False):
+                    await engine.ask.exchange(request)
+                for number in range(150):
+                    stream = await Liar(swarm, liar).dial(target, token=number.to_bytes(32, "big"))
+                    with suppress(trio.BrokenResourceError):
+                        for _ in range(8):
+                            await stream.send_all(nonsense(rng, turn.roster_id, sizes.part_count))
+                    await trio.aclose_forcefully(stream.transport_stream)
+                refs = await turn.finish((target, other))
+                assert {ref.bitmap for ref in refs if ref is not None} == {0b011}
+                assert target.process is not None
+                assert target.process.poll() is None
+                assert sum((await target.ask.inventory()).dropped.values()) > 100
+
+    trio.run(main)
+
+
+def nonsense(rng: random.Random, roster_id: bytes, part_count: int) -> bytes:
+    kind = rng.choice(list(Kind))
+    metas = (
+        UpMeta(rng.randbytes(rng.choice((0, 1, 40))), rng.randbytes(rng.choice((0, 64)))),
+        DownMeta("12D3KooW" + "x" * rng.randrange(60), rng.randbytes(rng.randrange(100)), rng.randbytes(64)),
+        AskMeta(rng.randrange(7), rng.choice((0, -1, 2**40, 2**62)), rng.choice((0, -5, 2**63 - 1))),
+    )
+    meta = rng.choice((*map(msgspec.msgpack.encode, metas), b"", rng.randbytes(30)))
+    payload = rng.randbytes(rng.choice((0, 1, 4, 1040, 5000)))
+    header = Header(
+        kind=kind,
+        id=rng.choice((roster_id, rng.randbytes(32))),
+        part=rng.choice((0, 3, part_count, 2**32 - 1)),
+        slot=rng.choice((0, 2, 65_535)),
+        meta_bytes=len(meta),
+        payload_bytes=len(payload),
+    )
+    return header.pack() + meta + payload
