@@ -7,6 +7,10 @@
     runs/RUN_ID/            manifest.msgpack, chain.log, journal, membership; engine/ and trainer/ (their own folders)
     manifests/              runs created here
     daemon.json             live daemon: pid, sockets, addresses, http (removed at exit)
+    daemon.log, .1          all processes' logs, bounded
+    last_status.json        how the last daemon's run stood when it ended
+    listen_port             the control plane's port of last time, tried first next time
+    supervisor.lock         held while a supervisor runs
 
 Sockets have short paths: a kernel's limit is 108 bytes, and a home may be deep.
 """
@@ -60,6 +64,11 @@ class Home:
     @property
     def daemon_file(self) -> Path:
         return self.path / "daemon.json"
+
+    @property
+    def last_status_file(self) -> Path:
+        """How the last daemon's run stood when it ended."""
+        return self.path / "last_status.json"
 
     @property
     def log_file(self) -> Path:

@@ -70,7 +70,9 @@ async def run_node(settings: DaemonSettings) -> None:
                 )
                 nursery.start_soon(_log_network, network, observations)
                 await nursery.start(host.run)  # type: ignore[arg-type]
-                bound = await nursery.start(partial(http.serve, view, home.control_socket, settings.http))
+                bound = await nursery.start(
+                    partial(http.serve, view, home.control_socket, settings.http, last_status=home.last_status_file)
+                )
                 view.http = bound
                 await supervisor.ready(network.addresses, bound)
                 nursery.start_soon(view.keep_fresh)
@@ -165,6 +167,7 @@ async def _obtain_manifest(
         signed = await trio.to_thread.run_sync(load_manifest, home.manifest_file(run))
         if signed is not None:
             return decode_signed(signed.encode(), identity.verify)
+    earlier = bytes.fromhex(settings.resume_run_id) if settings.resume_run_id else None
     observations.setting_up("joining", f"asking {len(settings.join)} addresses for the run's manifest")
     refusals: dict[str, str] = {}
     deadline = trio.current_time() + FIRST_PEER_S
@@ -185,5 +188,8 @@ async def _obtain_manifest(
         observations.setting_up("joining", network.reason())
         with trio.move_on_after(1.0):
             await network.links_changed().wait()
+    if earlier is not None and (signed := await trio.to_thread.run_sync(load_manifest, home.manifest_file(earlier))):
+        log.warning("nobody answers at the given addresses: going on with this home's run", run=earlier.hex()[:16])
+        return decode_signed(signed.encode(), identity.verify)
     why = "; ".join(f"{peer}: {reason}" for peer, reason in refusals.items()) or network.reason()
     raise OperatorError(f"no run found within {FIRST_PEER_S:.0f} s: {why}")

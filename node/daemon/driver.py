@@ -105,7 +105,7 @@ class Driver:
 
     async def run(self) -> Behind | Over:
         """Raises `Fallen` on an alarm of the protocol."""
-        await self._training.begin(self.machine.state, counted=None, hard_reset=True)
+        await self._training.resume(self.machine.state)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._from_network)

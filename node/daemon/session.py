@@ -18,7 +18,7 @@ from node.daemon import rpc
 from node.daemon.catch_up import CatchUp
 from node.daemon.contribution import WorkLedger
 from node.daemon.driver import Behind, Driver, Over
-from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.identity import Identity, create_data_certificate
 from node.daemon.network import Network
 from node.daemon.observations import Observations
@@ -44,10 +44,6 @@ LEAVE_SPREADS_S = 0.3
 """For the LEAVE to be written to every peer's connection before it closes."""
 
 log = structlog.get_logger()
-
-
-class EngineGone(Exception):
-    """The engine died: the session starts over with the next one."""
 
 
 class RunSession:
@@ -100,7 +96,7 @@ class RunSession:
             try:
                 await self._live_with_an_engine()
                 return
-            except* EngineGone:
+            except* trio.BrokenResourceError:
                 log.error("the engine died: starting over with the next one")
                 self._observations.count(["engine restarted"])
                 self._observations.setting_up("starting", "the engine died and starts again")
@@ -149,7 +145,7 @@ class RunSession:
                 nursery.start_soon(self._watch_supervisor)
                 nursery.start_soon(self._watch_inventory, engine)
                 await self._obtain_artifacts(engine)
-                training = self._start_training(handle, engine)
+                training = self._training_with(handle, engine)
                 nursery.start_soon(self._pump_trainer, training)
                 if self._settings.starts_trainer:
                     await self._supervisor.start_trainer()
@@ -160,7 +156,7 @@ class RunSession:
 
     async def _receive_from_engine(self, engine: EngineClient) -> None:
         await engine.run()
-        raise EngineGone
+        raise EngineGone("the engine's process ended")
 
     async def _open_engine(self, engine: EngineClient, handle: EngineHandle) -> None:
         certificate = create_data_certificate(self._identity.peer_id)
@@ -271,7 +267,7 @@ class RunSession:
     async def _watch_supervisor(self) -> None:
         async for event in self._supervisor.events:
             if isinstance(event, EngineRestarted):
-                raise EngineGone
+                raise EngineGone("the engine was started again")
             if isinstance(event, TrainerExited):
                 self.trainer_exit = event.reason
                 log.warning("the trainer ended", code=event.code, why=event.reason)
@@ -303,25 +299,26 @@ class RunSession:
                     self._observations.setting_up("joining", f"{name} cannot be had yet: {error}")
                     await trio.sleep(ARTIFACT_RETRY_S)
 
-    def _start_training(self, handle: EngineHandle, engine: EngineClient) -> Training:
-        self._trainer_directory.mkdir(parents=True, exist_ok=True)
-        training = Training(
-            settings=self._settings,
-            identity=self._identity,
-            manifest=self.manifest,
-            manifest_body=self._signed.body,
-            rules=self.rules,
-            host=self._host,
-            ledger=self.ledger,
-            observations=self._observations,
-            artifacts_directory=str(self._engine_directory / "artifacts"),
-            trainer_directory=str(self._trainer_directory),
-            fds=(handle.theta_read_fd, handle.delta_fd),
-            post=self._post,
-        )
-        training.engine = engine
-        self._training = training
-        return training
+    def _training_with(self, handle: EngineHandle, engine: EngineClient) -> Training:
+        """One for the session's life: the attached trainer outlives engines."""
+        if self._training is None:
+            self._trainer_directory.mkdir(parents=True, exist_ok=True)
+            self._training = Training(
+                settings=self._settings,
+                identity=self._identity,
+                manifest=self.manifest,
+                manifest_body=self._signed.body,
+                rules=self.rules,
+                host=self._host,
+                ledger=self.ledger,
+                observations=self._observations,
+                artifacts_directory=str(self._engine_directory / "artifacts"),
+                trainer_directory=str(self._trainer_directory),
+                post=self._post,
+            )
+        self._training.engine = engine
+        self._training.fds = (handle.theta_read_fd, handle.delta_fd)
+        return self._training
 
     async def _pump_trainer(self, training: Training) -> None:
         async for event in self._host.events:

@@ -16,7 +16,7 @@ from node.daemon.contribution import WorkLedger
 from node.daemon.engine_client import EngineClient
 from node.daemon.identity import Identity
 from node.daemon.observations import Observations
-from node.daemon.trainer_host import TrainerHost
+from node.daemon.trainer_host import Attached, Detached, TrainerHost
 from node.engine import api
 from node.manifest import Manifest
 from node.settings import DaemonSettings
@@ -49,7 +49,6 @@ class Training:
         observations: Observations,
         artifacts_directory: str,
         trainer_directory: str,
-        fds: tuple[int, int],
         post: Callable[[Event], None],
     ) -> None:
         self._settings = settings
@@ -64,29 +63,39 @@ class Training:
         self._trainer_directory = trainer_directory
         self._post = post
         self.engine: EngineClient | None = None
+        self.fds = (-1, -1)
+        """theta (read-only) and delta of the present engine; the session's."""
         self._state: ChainState | None = None
         self._contribution: wire.Contribution | None = None
         self._encoded: api.Encoded | None = None
         self._frozen = False
         """Whether the machine has been told Frozen for this round."""
+        self._paused: str | None = "the daemon is starting"
         self._applying = False
         """The engine writes theta and delta: nobody is welcomed."""
         self._welcomed_round: int | None = None
         """Round that the attached trainer works in; None: it waits for a Welcome or a Committed."""
         self._let_go = trio.Event()
         self._hard_reset = False
+        self._unreported = 0
+        """Tokens of a trainer that went away in the middle of a round."""
         self._progress: wire.Progress | None = None
         """The newest of the current round."""
-        host.provide(self._welcome, lambda: fds)
+        host.provide(self._welcome, lambda: self.fds)
 
     # ------------------------------------------------------------ rounds
 
     def pause(self, reason: str) -> None:
-        """No state to train on (start, catching up): an attaching trainer waits, and is told why."""
-        self._state = None
-        self._waiting_reason = reason
+        """No round goes on (start, catching up, no engine): an attaching trainer waits, and is told why."""
+        self._paused = reason
 
-    _waiting_reason = "the daemon is starting"
+    async def resume(self, state: ChainState) -> None:
+        """Rounds go on from `state`: the same round where it was, or another, which no commit here led to."""
+        self._paused = None
+        if self._state is not None and self._state.base == state.base:
+            await self.rebase(state)
+        else:
+            await self.begin(state, counted=None, hard_reset=True)
 
     async def begin(self, state: ChainState, *, counted: tuple[bool, ...] | None, hard_reset: bool) -> None:
         """A round begins on `state`. `counted` is None when no commit led here (start, catch-up): a hard reset."""
@@ -98,7 +107,6 @@ class Training:
         self._let_go = trio.Event()
         start = self._start(state)
         if start is None:
-            self._waiting_reason = "this node is not a member yet: its JOIN must be committed first"
             self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
             self._hard_reset = True
             return
@@ -123,6 +131,7 @@ class Training:
         contribution = self._contribution
         self._state = state
         self._frozen = False
+        self._applying = False
         if contribution is not None:
             await self._offer(state.base, contribution, self._ledger.frozen())
         elif self._welcomed_round is None:
@@ -153,11 +162,11 @@ class Training:
 
     def _welcome(self) -> wire.Welcome | wire.Waiting:
         state = self._state
-        if state is None:
-            return wire.Waiting(reason=self._waiting_reason)
+        if state is None or self._paused is not None:
+            return wire.Waiting(reason=self._paused or "the daemon is starting")
         start = self._start(state)
         if start is None:
-            return wire.Waiting(reason=self._waiting_reason)
+            return wire.Waiting(reason="this node is not a member yet: its JOIN must be committed first")
         if self._applying:
             return wire.Waiting(reason=f"the commit of round {start.round} is being applied")
         if self._contribution is not None or self._frozen:
@@ -192,13 +201,18 @@ class Training:
         elif isinstance(event, wire.Contribution):
             await self._contributed(event)
         elif isinstance(event, wire.Loaded):
-            if event.fresh and (lost := self._ledger.discard()):
-                log.warning("uncounted work is discarded: the trainer took the state as it is", tokens=lost)
-                self._observations.work = self._ledger.status()
-        elif self._host.attached:
+            self._loaded(fresh=event.fresh)
+        elif isinstance(event, Attached):
             self._post_progress()
-        else:
+        elif isinstance(event, Detached):
             self._detached()
+
+    def _loaded(self, *, fresh: bool) -> None:
+        """The trainer says whether its model is θ alone or still holds work that no commit counted."""
+        unreported, self._unreported = self._unreported, 0
+        if fresh and (lost := self._ledger.discard(unreported)):
+            log.warning("uncounted work is discarded: the trainer took the state as it is", tokens=lost)
+        self._observations.work = self._ledger.status()
 
     def _works_in(self, round_number: int) -> bool:
         return (
@@ -206,18 +220,11 @@ class Training:
         )
 
     def _detached(self) -> None:
-        """The trainer is gone. What it had not handed over died with its model."""
+        """The trainer is gone, or only its connection: the next `Loaded` tells what became of its work."""
         progress = self._progress
         if self._contribution is None and progress is not None and self._works_in(progress.round):
-            lost = self._ledger.discard(progress.tokens)
-        elif self._contribution is None:
-            lost = self._ledger.discard()
-        else:
-            lost = 0  # what is frozen may still be counted; what is not is settled by `begin`
-            self._hard_reset = True
-        if lost:
-            log.warning("trainer gone: its uncounted work is discarded", tokens=lost)
-        self._observations.work = self._ledger.status()
+            self._unreported = progress.tokens
+        self._progress = None
         self._welcomed_round = None
         self._let_go.set()
         self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
@@ -232,8 +239,8 @@ class Training:
         tokens = self._ledger.freeze(contribution.tokens)
         self._observations.work = self._ledger.status()
         self._let_go.set()
-        if self._frozen:
-            return  # READY went out without it (too late): it stays in the local model and rides in the next round
+        if self._frozen or self._paused is not None:
+            return  # `resume` offers it; or READY is out, too early for it, and it rides in the next round
         await self._offer(state.base, contribution, tokens)
 
     async def _offer(self, base: Base, contribution: wire.Contribution, tokens: tuple[tuple[int, int], ...]) -> None:
@@ -319,20 +326,13 @@ class Training:
         return handed_over or not self._host.attached
 
     def settle(self, counted: tuple[bool, ...]) -> None:
+        """A commit is applied: what it counted has left the local model."""
         self._ledger.settle(counted if self._encoded is not None else [False] * self._rules.part_count)
-        if self._hard_reset:
-            lost = self._ledger.discard()
-            if lost:
-                log.warning("uncounted work is discarded: the model that held it is gone", tokens=lost)
         self._observations.work = self._ledger.status()
 
     def discard(self, why: str) -> None:
-        """A hard reset from outside (catch-up): what is not counted is lost."""
-        progress = self._progress
-        unreported = 0
-        if self._contribution is None and progress is not None and self._works_in(progress.round):
-            unreported = progress.tokens
-        lost = self._ledger.discard(unreported)
+        """A hard reset from outside (catch-up): what is not counted is lost. After `surrender`."""
+        lost = self._ledger.discard()
         if lost:
             log.warning("uncounted work is discarded", why=why, tokens=lost)
         self._observations.work = self._ledger.status()
