@@ -7,6 +7,7 @@ later commit certifies, fetched in verified chunks from several peers at once, a
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from node.manifest import Manifest
 from protocol.chain import ChainState
 from protocol.commits import InvalidCommit
 from protocol.messages import Commit
-from protocol.names import Keyring, PeerId
+from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.rules import Rules
 
 TIP_TIMEOUT_S = 5.0
@@ -42,6 +43,14 @@ log = structlog.get_logger()
 
 class StateUnavailable(AtollError):
     """No peer offers what is missing at the moment; worth another try."""
+
+
+class Followed(enum.Enum):
+    NOTHING = enum.auto()
+    """The peer could not help."""
+    MINE = enum.auto()
+    ANOTHER_LINEAGE = enum.auto()
+    """The outer state here belongs to rounds that are no longer on the chain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,27 +81,38 @@ class CatchUp:
         self._store = store
         self._observations = observations
 
-    async def run(self, engine_round: int | None) -> ChainState:
+    async def run(self, engine_round: int | None, lineage: Digest | None = None) -> ChainState:
         """`engine_round`: round of the state that the engine holds, None if it holds none. Returns the tip's state.
 
-        Retries for as long as something is missing; `status` says what.
+        `lineage`: the one that won (`protocol.lineages`): if this node's chain is not part of it, what is behind the
+        branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
         """
         while True:
             tips = await self._ask_tips()
-            ahead = [tip for tip in tips if self._is_ahead(tip.tip)]
             try:
-                for tip in sorted(ahead, key=lambda tip: -tip.tip.round):
-                    if await self._extend_chain(tip):
+                for tip in self._worth_following(tips, lineage):
+                    followed = await self._extend_chain(tip, may_leave=tip.tip.lineage == lineage)
+                    if followed is Followed.ANOTHER_LINEAGE:
+                        engine_round = None
+                    if followed is not Followed.NOTHING:
                         break
                 engine_round = await self._bring_state(engine_round, tips)
             except StateUnavailable as error:
                 self._observations.setting_up("catching-up", str(error))
                 await trio.sleep(RETRY_S)
                 continue
-            state = self._store.state
+            base = self._store.state.base
             again = await self._ask_tips()
-            if not any(tip.tip.round > state.base.round + 1 and self._is_ahead(tip.tip) for tip in again):
-                return state
+            if not any(tip.tip.lineage == base.lineage and tip.tip.round > base.round + 1 for tip in again):
+                return self._store.state
+
+    def _worth_following(self, tips: Sequence[PeerTip], lineage: Digest | None) -> list[PeerTip]:
+        """The furthest first; of another lineage than mine only when it won, or when nobody here is on mine."""
+        base = self._store.state.base
+        wanted = lineage or base.lineage
+        on_it = [tip for tip in tips if tip.tip.lineage == wanted]
+        ahead = [tip for tip in on_it or tips if tip.tip.round > base.round or tip.tip.lineage != base.lineage]
+        return sorted(ahead, key=lambda tip: -tip.tip.round)
 
     # ------------------------------------------------------------ tips and chain
 
@@ -112,34 +132,56 @@ class CatchUp:
                 nursery.start_soon(ask, peer)
         return tips
 
-    def _is_ahead(self, tip: rpc.Tip) -> bool:
-        base = self._store.state.base
-        return tip.round > base.round or (tip.round == base.round and tip.lineage != base.lineage)
-
-    async def _extend_chain(self, tip: PeerTip) -> bool:
-        """Download, verify and store the records between my tip and the peer's. False: this peer cannot help."""
+    async def _extend_chain(self, tip: PeerTip, *, may_leave: bool) -> Followed:
+        """Download, verify and store the records between my tip and the peer's."""
         self._observations.setting_up(
             "catching-up", f"fetching rounds {self._store.state.base.round} to {tip.tip.round} of the chain"
         )
-        while True:
-            base = self._store.state.base
-            request = rpc.ChainRequest(round=base.round, prev=base.prev, lineage=base.lineage)
-            try:
-                answer = await self._network.request(
-                    tip.peer, rpc.CHAIN, rpc.encode(request), timeout_s=CHAIN_TIMEOUT_S
-                )
-                page = rpc.decode(answer, rpc.ChainPage)
+        followed = Followed.NOTHING
+        try:
+            while True:
+                page = await self._page(tip.peer, self._store.state.base)
                 if not page.known:
-                    log.warning("a peer is on another lineage than this node", peer=tip.peer, round=tip.tip.round)
-                    self._observations.count(["peer on another lineage"])
-                    return False
-                await trio.to_thread.run_sync(self._store.extend, page.records, tip.tip.state_hash)
-            except (RequestFailed, msgspec.DecodeError, InvalidCommit, StrangerError) as error:
-                log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
-                self._observations.count(["chain refused"])
-                return False
-            if not page.more or not page.records:
-                return True
+                    if not may_leave:
+                        log.warning("a peer is on another lineage than this node", peer=tip.peer, round=tip.tip.round)
+                        self._observations.count(["peer on another lineage"])
+                        return followed
+                    page = await self._leave_lineage(tip)
+                    followed = Followed.ANOTHER_LINEAGE
+                else:
+                    await trio.to_thread.run_sync(self._store.extend, page.records, tip.tip.state_hash)
+                if followed is Followed.NOTHING:
+                    followed = Followed.MINE
+                if not page.more or not page.records:
+                    return followed
+        except (RequestFailed, msgspec.DecodeError, InvalidCommit, StrangerError) as error:
+            log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
+            self._observations.count(["chain refused"])
+            return followed
+
+    async def _page(self, peer: PeerId, after: Base) -> rpc.ChainPage:
+        request = rpc.ChainRequest(round=after.round, prev=after.prev, lineage=after.lineage)
+        answer = await self._network.request(peer, rpc.CHAIN, rpc.encode(request), timeout_s=CHAIN_TIMEOUT_S)
+        return rpc.decode(answer, rpc.ChainPage)
+
+    async def _leave_lineage(self, tip: PeerTip) -> rpc.ChainPage:
+        """Go back to the newest place that the peer's chain shares with this one, and follow it from there."""
+        before = self._store.state.base
+        for place in self._store.places():
+            page = await self._page(tip.peer, place)
+            if not page.known:
+                continue
+            await trio.to_thread.run_sync(self._store.switch, place, page.records, tip.tip.state_hash)
+            log.error(
+                "this node's lineage lost: its rounds since the branching are discarded",
+                rounds=before.round - place.round,
+                since_round=place.round,
+                left=before.lineage.hex()[:16],
+                joined=tip.tip.lineage.hex()[:16],
+            )
+            self._observations.count(["lineage left"])
+            return page
+        raise StrangerError(f"{tip.peer} shares no place with this chain, not even the run's beginning")
 
     # ------------------------------------------------------------ state
 

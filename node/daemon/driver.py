@@ -24,7 +24,7 @@ from node.errors import AtollError
 from node.manifest import Manifest
 from protocol import events
 from protocol.messages import Commit
-from protocol.names import PeerId
+from protocol.names import Digest, PeerId
 from protocol.peer import PeerMachine
 from protocol.rules import Rules
 
@@ -41,9 +41,10 @@ class Fallen(AtollError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """The machine cannot go on from what it holds: catch up from `peer`."""
+    """The machine cannot go on from what it holds: catch up with `peer`, on its lineage."""
 
     peer: PeerId
+    lineage: Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ class Driver:
                 )
                 self._nursery.start_soon(self._training.rebase, self.machine.state)
             case events.CatchUp():
-                self._outcome = self._outcome or Behind(peer=effect.peer)
+                self._outcome = self._outcome or Behind(peer=effect.peer, lineage=effect.lineage)
             case events.Misbehaved():
                 if self._observations.problems[effect.why] == 0:
                     log.warning("bad input from a peer", peer=effect.peer, why=effect.why)

@@ -34,7 +34,7 @@ from node.manifest import Manifest, SignedManifest, rules_of
 from node.settings import DaemonSettings
 from protocol import events
 from protocol.messages import Commit, PartHeader
-from protocol.names import Base
+from protocol.names import Base, Digest
 from protocol.peer import PeerMachine
 
 ARTIFACT_TIMEOUT_S = 3600.0
@@ -337,8 +337,9 @@ class RunSession:
             observations=self._observations,
         )
         engine_round = None if fresh else await self._resumed_round(engine)
+        lineage: Digest | None = None
         while True:
-            state = await catch_up.run(engine_round)
+            state = await catch_up.run(engine_round, lineage)
             journal, journal_state = self.store.read_journal()
             machine = PeerMachine(
                 rules=self.rules,
@@ -371,7 +372,7 @@ class RunSession:
                 return
             assert isinstance(outcome, Behind)
             log.warning("behind the run: catching up", round=machine.state.base.round, peer=outcome.peer)
-            engine_round = machine.state.base.round
+            engine_round, lineage = machine.state.base.round, outcome.lineage
             self.driver = None
             training.pause("the node is behind the run and catches up")
             await training.surrender()
