@@ -45,6 +45,8 @@ class _Contact:
     peer: Peer
     dialling: trio.Lock = field(default_factory=trio.Lock)
     arrived: trio.Event = field(default_factory=trio.Event)
+    dialled: bool = False
+    """The last link that was made was dialled by us: perhaps the peer cannot dial us at all."""
     token_event: trio.Event | None = None
     token: bytes | None = None
 
@@ -130,7 +132,7 @@ class Switchboard:
             async with contact.dialling:
                 if not contact.peer.addresses:
                     why = "it has no address that can be dialled, and it did not dial"
-                elif not eager and contact.peer.peer_id < self._peer_id:
+                elif not eager and not contact.dialled and contact.peer.peer_id < self._peer_id:
                     with trio.move_on_after(TAKEOVER_S):
                         await contact.arrived.wait()
                 if peer_id not in self._links and contact.peer.addresses:
@@ -163,6 +165,7 @@ class Switchboard:
                 except HandshakeFailed as error:
                     failures.append(str(error))
                     continue
+                contact.dialled = True
                 self._add_lane(contact.peer.peer_id, token, stream)
                 for lane in range(1, LANES):
                     self._nursery.start_soon(self._dial_more, contact, address, token, lane)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import trio
@@ -86,6 +87,8 @@ class LabEngine:
     supervisor: socket.socket | None = None
     client: EngineClient | None = None
     port: int = 0
+    seen_port: int = 0
+    """Where the others dial it, if not at `port`: a `Proxy`."""
     held: dict[tuple[bytes, int], api.PartRef] = field(default_factory=dict)
     ended: dict[bytes, api.ExchangeEnded] = field(default_factory=dict)
     rates: list[api.PeerRate] = field(default_factory=list)
@@ -298,7 +301,7 @@ class Lab:
         peers = tuple(
             api.Peer(
                 peer_id=engine.peer_id,
-                addresses=(f"127.0.0.1:{engine.port}",) if engine.dialable else (),
+                addresses=(f"127.0.0.1:{engine.seen_port or engine.port}",) if engine.dialable else (),
                 certificate_sha256=engine.certificate[2],
             )
             for engine in self.engines
@@ -424,6 +427,53 @@ class Round:
             my_index=index,
             contributed=any(tokens for _, tokens in self.tokens[index]),
         )
+
+
+class Proxy:
+    """Forwards TCP to an engine, and can break every connection at once while both ends live."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.target_port = 0
+        self.forwarded_bytes = 0
+        self.connections = 0
+        self._streams: list[trio.SocketStream] = []
+        self._moved = trio.Event()
+
+    async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.port = listeners[0].socket.getsockname()[1]
+        await trio.serve_listeners(self._forward, listeners, task_status=task_status)
+
+    async def until(self, forwarded_bytes: int) -> None:
+        with trio.fail_after(30):
+            while self.forwarded_bytes < forwarded_bytes:
+                await self._moved.wait()
+
+    async def cut(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            await trio.aclose_forcefully(stream)
+
+    async def _forward(self, near: trio.SocketStream) -> None:
+        self.connections += 1
+        far = await trio.open_tcp_stream("127.0.0.1", self.target_port)
+        self._streams += [near, far]
+        async with near, far, trio.open_nursery() as nursery:
+            nursery.start_soon(self._pump, near, far)
+            nursery.start_soon(self._pump, far, near)
+
+    async def _pump(self, source: trio.SocketStream, sink: trio.SocketStream) -> None:
+        try:
+            async for data in source:
+                await sink.send_all(data)
+                self.forwarded_bytes += len(data)
+                self._moved.set()
+                self._moved = trio.Event()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        await trio.aclose_forcefully(source)
+        await trio.aclose_forcefully(sink)
 
 
 def flat_round(lab: Lab, number: int, *, tokens: Sequence[int] | None = None, **settings: object) -> Round:

@@ -18,7 +18,7 @@ from protocol.planning import deal
 from protocol.state_hash import state_hash
 from protocol.weights import part_weights
 from tests import reference
-from tests.swarm.engine_lab import Lab, LabEngine, Round, Sizes, flat_round, lab
+from tests.swarm.engine_lab import Lab, LabEngine, Proxy, Round, Sizes, flat_round, lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.swarm]
 
@@ -88,6 +88,34 @@ def test_one_of_four_is_killed_in_the_exchange(tmp_path: Path, victim: int) -> N
                 assert {answer.state_hash for answer in applied} == {expected}
                 for engine, answer in zip(survivors, applied, strict=True):
                     check_increments(turn, engine, theta, refs, answer)
+
+    trio.run(main)
+
+
+def test_broken_connections_between_two_that_live_cost_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(90):
+            async with lab(tmp_path, 1, MANY_PARTS) as swarm, trio.open_nursery() as nursery:
+                proxy = Proxy()
+                await nursery.start(proxy.run)
+                first = swarm.engines[0]
+                proxy.target_port, first.seen_port = first.port, proxy.port
+                await swarm.add(dialable=False)  # so that every connection goes through the proxy
+                await swarm.load_initial(np.zeros(MANY_PARTS.elements, np.float32))
+                turn = flat_round(swarm, 0, progress_s=5.0, duration_s=30.0)
+                deltas = fill(turn, 13)
+                await turn.start()
+                for cut in range(3):
+                    await proxy.until((cut + 1) * 2_000_000)
+                    await proxy.cut()
+                refs = await turn.finish()
+                assert proxy.connections >= 8
+                assert {ref.bitmap for ref in refs if ref is not None} == {0b11}
+                assert all(refs)
+                applied = await turn.apply(refs)
+                expected = expected_state(turn, np.zeros(MANY_PARTS.elements, np.float32), deltas, refs)
+                assert {answer.state_hash for answer in applied} == {expected}
+                nursery.cancel_scope.cancel()
 
     trio.run(main)
 
