@@ -17,7 +17,8 @@ from protocol.standing import Standing
 
 CALLS_AHEAD = 8
 """A call for a `k` further ahead than this is not followed: nobody can run my counter up at will."""
-BODIES_KEPT = 16
+BODIES_KEPT = 256
+"""REFORMs, and bodies with signatures, remembered; one a sender and `k`."""
 
 
 class Reforming:
@@ -81,7 +82,8 @@ class Reforming:
             return
         if len(reform.members) < max(1, self.rules.min_peers) or tuple(sorted(set(reform.members))) != reform.members:
             return
-        if len(self.bodies) < BODIES_KEPT:
+        known = any((body.sender, body.message.k) == (signed.sender, reform.k) for body in self.bodies.values())
+        if not known and len(self.bodies) < BODIES_KEPT:
             self.bodies.setdefault(signed.body, signed)
 
     # ------------------------------------------------------------ what follows
