@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-import msgspec
 import structlog
 import trio
 
@@ -178,7 +177,7 @@ async def _obtain_manifest(
                 signed, manifest = decode_signed(data, identity.verify)
                 if run is not None and signed.run_id != run:
                     raise ManifestError(f"it is of run {signed.run_id.hex()[:16]}, not {run.hex()[:16]}")
-            except (RequestFailed, ManifestError, msgspec.DecodeError) as error:
+            except (RequestFailed, ManifestError) as error:
                 refusals[peer] = str(error)
                 continue
             await trio.to_thread.run_sync(save_manifest, home.manifest_file(signed.run_id), signed)

@@ -11,7 +11,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import structlog
 import trio
 
@@ -124,7 +123,7 @@ class CatchUp:
             try:
                 answer = await self._network.request(peer, rpc.TIP, rpc.encode(rpc.Empty()), timeout_s=TIP_TIMEOUT_S)
                 tips.append(PeerTip(peer=peer, tip=rpc.decode(answer, rpc.Tip)))
-            except (RequestFailed, msgspec.DecodeError) as error:
+            except (RequestFailed, StrangerError) as error:
                 log.debug("a peer's tip cannot be had", peer=peer, why=str(error))
 
         async with trio.open_nursery() as nursery:
@@ -154,7 +153,7 @@ class CatchUp:
                     followed = Followed.MINE
                 if not page.more or not page.records:
                     return followed
-        except (RequestFailed, msgspec.DecodeError, InvalidCommit, StrangerError) as error:
+        except (RequestFailed, InvalidCommit, StrangerError) as error:
             log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
             self._observations.count(["chain refused"])
             return followed

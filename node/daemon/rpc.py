@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
+from node.errors import StrangerError
+
 MANIFEST = "manifest"
 TIP = "tip"
 CHAIN = "chain"
@@ -63,5 +65,8 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[AnswerT]) -> AnswerT:
-    """Raises `msgspec.DecodeError` (a stranger's bytes may hold anything)."""
-    return msgspec.msgpack.decode(data, type=kind)
+    """Raises `StrangerError`: a peer's bytes may hold anything."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise StrangerError(f"what should be a {kind.__name__} does not decode: {error}") from error

@@ -6,15 +6,13 @@ attaches); what must last lies in the store and in the engine's folder.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from functools import partial
 
 import structlog
 import trio
 
 from node.daemon import rpc
+from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp
 from node.daemon.contribution import WorkLedger
 from node.daemon.driver import Behind, Driver, Over
@@ -29,7 +27,6 @@ from node.daemon.supervisor_client import EngineHandle, EngineRestarted, Supervi
 from node.daemon.trainer_host import TrainerHost
 from node.daemon.training import Training
 from node.engine import api
-from node.errors import OperatorError
 from node.manifest import Manifest, SignedManifest, rules_of
 from node.settings import DaemonSettings
 from protocol import events
@@ -81,6 +78,7 @@ class RunSession:
         )
         self.engine: EngineClient | None = None
         self.driver: Driver | None = None
+        self._answers = Answers(self.store)
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
 
@@ -91,7 +89,7 @@ class RunSession:
     async def run(self) -> None:
         """Returns when the run is over for this node. Raises `OperatorError`, `Fallen`."""
         self.store.open()
-        self._serve()
+        self._answers.serve(self._network)
         while True:
             try:
                 await self._live_with_an_engine()
@@ -100,7 +98,7 @@ class RunSession:
                 log.error("the engine died: starting over with the next one")
                 self._observations.count(["engine restarted"])
                 self._observations.setting_up("starting", "the engine died and starts again")
-                self.engine = self.driver = None
+                self.engine = self.driver = self._answers.engine = None
                 if self._training is not None:
                     self._training.engine = None
                     self._training.pause("the engine died and starts again")
@@ -138,7 +136,7 @@ class RunSession:
             async with trio.open_nursery() as nursery:
                 engine = EngineClient(handle.socket)
                 nursery.start_soon(self._receive_from_engine, engine)
-                self.engine = engine
+                self.engine = self._answers.engine = engine
                 await self._open_engine(engine, handle)
                 nursery.start_soon(self._pump_engine, engine)
                 nursery.start_soon(self._keep_peers, engine)
@@ -219,7 +217,11 @@ class RunSession:
                     case api.StorageWorks():
                         self._post(events.StorageAble(able=True))
                     case api.PeerRate():
-                        pass  # measured links feed the planner of grouped plans; the flat plan has equal shares
+                        self._network.record_rate(
+                            event.peer_id,
+                            sent_bytes_s=event.sent_bytes_s,
+                            received_bytes_s=event.received_bytes_s,
+                        )
 
     def _post(self, event: events.Event) -> None:
         if self.driver is not None:
@@ -258,7 +260,7 @@ class RunSession:
         """What the engine has on disk, fresh enough for `status` and for joiners' questions."""
         while True:
             try:
-                self.inventory = await engine.inventory()
+                self.inventory = self._answers.inventory = await engine.inventory()
             except trio.BrokenResourceError:
                 return
             self._observations.disk_bytes = self.inventory.disk_bytes
@@ -396,54 +398,3 @@ class RunSession:
         self._network.membership.publish(
             round=base.round, state_hash=base.state_hash, tokens_per_s=self._observations.tokens_per_s
         )
-
-    # ------------------------------------------------------------ what other daemons ask
-
-    def _serve(self) -> None:
-        handlers: dict[str, Callable[[str, bytes], Awaitable[bytes]]] = {
-            rpc.TIP: self._answer_tip,
-            rpc.CHAIN: self._answer_chain,
-            rpc.DATA_TOKEN: self._answer_token,
-        }
-        for method, handler in handlers.items():
-            self._network.serve(method, handler)
-
-    async def _answer_tip(self, peer: str, payload: bytes) -> bytes:
-        base = self.store.state.base
-        inventory = self.inventory
-        return rpc.encode(
-            rpc.Tip(
-                lineage=base.lineage,
-                round=base.round,
-                prev=base.prev,
-                state_hash=base.state_hash,
-                snapshots=tuple(
-                    rpc.SnapshotOffer(round=snapshot.round, state_hash=snapshot.state_hash)
-                    for snapshot in (inventory.snapshots if inventory is not None else ())
-                ),
-                part_rounds=inventory.part_rounds if inventory is not None else (),
-            )
-        )
-
-    async def _answer_chain(self, peer: str, payload: bytes) -> bytes:
-        request = rpc.decode(payload, rpc.ChainRequest)
-        page = await trio.to_thread.run_sync(
-            partial(
-                self.store.records_after,
-                round_number=request.round,
-                prev=request.prev,
-                lineage=request.lineage,
-                limit_bytes=rpc.MAX_CHAIN_PAGE_BYTES,
-            )
-        )
-        if page is None:
-            return rpc.encode(rpc.ChainPage(known=False))
-        records, more = page
-        return rpc.encode(rpc.ChainPage(known=True, records=tuple(records), more=more))
-
-    async def _answer_token(self, peer: str, payload: bytes) -> bytes:
-        if self.engine is None:
-            raise OperatorError("the engine of this node is not running")
-        token = secrets.token_bytes(rpc.TOKEN_BYTES)
-        await self.engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
-        return token

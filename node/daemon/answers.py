@@ -1,0 +1,65 @@
+"""What this daemon answers to others: its tip, its chain, a token for its engine's data channel (`node.daemon.rpc`)."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+
+import trio
+
+from node.daemon import rpc
+from node.daemon.engine_client import EngineClient
+from node.daemon.network import Network
+from node.daemon.store import Store
+from node.engine import api
+from node.errors import AtollError
+
+
+class Answers:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.engine: EngineClient | None = None
+        self.inventory: api.Inventoried | None = None
+
+    def serve(self, network: Network) -> None:
+        network.serve(rpc.TIP, self._tip)
+        network.serve(rpc.CHAIN, self._chain)
+        network.serve(rpc.DATA_TOKEN, self._token)
+
+    async def _tip(self, peer: str, payload: bytes) -> bytes:
+        base = self._store.state.base
+        inventory = self.inventory
+        snapshots = inventory.snapshots if inventory is not None else ()
+        return rpc.encode(
+            rpc.Tip(
+                lineage=base.lineage,
+                round=base.round,
+                prev=base.prev,
+                state_hash=base.state_hash,
+                snapshots=tuple(rpc.SnapshotOffer(round=one.round, state_hash=one.state_hash) for one in snapshots),
+                part_rounds=inventory.part_rounds if inventory is not None else (),
+            )
+        )
+
+    async def _chain(self, peer: str, payload: bytes) -> bytes:
+        request = rpc.decode(payload, rpc.ChainRequest)
+        page = await trio.to_thread.run_sync(
+            partial(
+                self._store.records_after,
+                round_number=request.round,
+                prev=request.prev,
+                lineage=request.lineage,
+                limit_bytes=rpc.MAX_CHAIN_PAGE_BYTES,
+            )
+        )
+        if page is None:
+            return rpc.encode(rpc.ChainPage(known=False))
+        records, more = page
+        return rpc.encode(rpc.ChainPage(known=True, records=tuple(records), more=more))
+
+    async def _token(self, peer: str, payload: bytes) -> bytes:
+        if self.engine is None:
+            raise AtollError("the engine of this node is not running; try again in a moment")
+        token = secrets.token_bytes(rpc.TOKEN_BYTES)
+        await self.engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+        return token
