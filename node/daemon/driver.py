@@ -31,6 +31,8 @@ from protocol.rules import Rules
 log = structlog.get_logger()
 
 FETCH_PARTS_S = 30.0
+LAST_VALIDATION_S = 60.0
+"""How long a node stays, at the end of the run, for its trainer to measure the final state."""
 BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
 """Phases in which leaving would cost the others parts or votes of the round under way."""
 
@@ -189,7 +191,7 @@ class Driver:
             case events.Alarm():
                 raise Fallen(effect.text)
             case events.Finished():
-                self._outcome = self._outcome or Over()
+                self._nursery.start_soon(self._end)
 
     # ------------------------------------------------------------ longer work
 
@@ -209,6 +211,15 @@ class Driver:
         signatures = await trio.to_thread.run_sync(self._training.leaf_signatures, base)
         request = exchange_request(effect.roster_id, effect.roster.message, effect.my_index, self._rules, signatures)
         await self._ask(partial(self._engine.exchange, request))
+
+    async def _end(self) -> None:
+        """The run is over; its last figure is the validation loss of the state that it ended on."""
+        with trio.move_on_after(LAST_VALIDATION_S) as waited:
+            await self._training.wait_validated()
+        if waited.cancelled_caught:
+            log.warning("the final state was not measured in time", waited_s=LAST_VALIDATION_S)
+        self._outcome = self._outcome or Over()
+        self.post(events.Tick())
 
     async def _fetch_parts(self, effect: events.FetchParts) -> None:
         missing = tuple(header.message.part for header in effect.headers)

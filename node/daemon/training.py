@@ -76,6 +76,8 @@ class Training:
         self._welcomed_round: int | None = None
         """Round that the attached trainer works in; None: it waits for a Welcome or a Committed."""
         self._let_go = trio.Event()
+        self._validated = trio.Event()
+        """The attached trainer has measured the present state, or is not asked to."""
         self._hard_reset = False
         self._unreported = 0
         """Tokens of a trainer that went away in the middle of a round."""
@@ -106,6 +108,9 @@ class Training:
         self._applying = False
         self._let_go = trio.Event()
         start = self._start(state)
+        self._validated = trio.Event()
+        if start is None or not start.validate:
+            self._validated.set()
         if start is None:
             self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
             self._hard_reset = True
@@ -197,6 +202,8 @@ class Training:
                 self._post_progress()
         elif isinstance(event, wire.Validated):
             self._observations.saw_validation(event.round, event.loss)
+            if self._works_in(event.round):
+                self._validated.set()
             log.info("validated", round=event.round, loss=round(event.loss, 4))
         elif isinstance(event, wire.Contribution):
             await self._contributed(event)
@@ -227,6 +234,7 @@ class Training:
         self._progress = None
         self._welcomed_round = None
         self._let_go.set()
+        self._validated.set()
         self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
 
     async def _contributed(self, contribution: wire.Contribution) -> None:
@@ -314,6 +322,11 @@ class Training:
     @property
     def contributes(self) -> bool:
         return self._encoded is not None
+
+    async def wait_validated(self) -> None:
+        """Until the trainer has measured the present state, when it is to; not for one that is gone or never measures."""
+        if self._welcomed_round is not None and self._observations.validation_loss is not None:
+            await self._validated.wait()
 
     async def surrender(self) -> bool:
         """Get the vectors for a commit. False: the trainer held work back and was cut off; it starts again from θ."""
