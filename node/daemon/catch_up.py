@@ -8,6 +8,7 @@ later commit certifies, fetched in verified chunks from several peers at once, a
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,8 @@ class CatchUp:
         self._engine = engine
         self._store = store
         self._observations = observations
+        self._no_help: set[PeerId] = set()
+        """Peers whose chain did not bring this node any further, whatever they say of it."""
 
     async def run(self, engine_round: int | None, lineage: Digest | None = None) -> ChainState:
         """`engine_round`: round of the state that the engine holds, None if it holds none. Returns the tip's state.
@@ -86,6 +89,7 @@ class CatchUp:
         `lineage`: the one that won (`protocol.lineages`): if this node's chain is not part of it, what is behind the
         branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
         """
+        self._no_help.clear()
         while True:
             tips = await self._ask_tips()
             try:
@@ -95,23 +99,35 @@ class CatchUp:
                         engine_round = None
                     if followed is not Followed.NOTHING:
                         break
+                    self._no_help.add(tip.peer)
                 engine_round = await self._bring_state(engine_round, tips)
             except StateUnavailable as error:
                 self._observations.setting_up("catching-up", str(error))
                 await trio.sleep(RETRY_S)
                 continue
-            base = self._store.state.base
             again = await self._ask_tips()
-            if not any(tip.tip.lineage == base.lineage and tip.tip.round > base.round + 1 for tip in again):
+            base = self._store.state.base
+            if not any(tip.tip.round > base.round + 1 for tip in self._worth_following(again, lineage)):
                 return self._store.state
 
     def _worth_following(self, tips: Sequence[PeerTip], lineage: Digest | None) -> list[PeerTip]:
-        """The furthest first; of another lineage than mine only when it won, or when nobody here is on mine."""
+        """Best first: of the lineage that won; else of whichever more of them are on, and the furthest.
+
+        Where none has won, a chain that goes on from mine is mine to follow, whatever its lineage: nodes that died and
+        come back together would otherwise find each other on the lineage that those who lived had to leave, and their
+        number would undo all that was trained without them. Who cannot help is asked once.
+        """
         base = self._store.state.base
-        wanted = lineage or base.lineage
-        on_it = [tip for tip in tips if tip.tip.lineage == wanted]
-        ahead = [tip for tip in on_it or tips if tip.tip.round > base.round or tip.tip.lineage != base.lineage]
-        return sorted(ahead, key=lambda tip: -tip.tip.round)
+        if any(tip.tip.lineage == lineage for tip in tips):
+            tips = [tip for tip in tips if tip.tip.lineage == lineage]
+        ahead = [
+            tip
+            for tip in tips
+            if tip.peer not in self._no_help
+            and (tip.tip.round > base.round or (tip.tip.round == base.round and tip.tip.lineage != base.lineage))
+        ]
+        followers = Counter(tip.tip.lineage for tip in ahead)
+        return sorted(ahead, key=lambda tip: (-followers[tip.tip.lineage], -tip.tip.round))
 
     # ------------------------------------------------------------ tips and chain
 
@@ -149,7 +165,7 @@ class CatchUp:
                     followed = Followed.ANOTHER_LINEAGE
                 else:
                     await trio.to_thread.run_sync(self._store.extend, page.records, tip.tip.state_hash)
-                if followed is Followed.NOTHING:
+                if followed is Followed.NOTHING and page.records:
                     followed = Followed.MINE
                 if not page.more or not page.records:
                     return followed
