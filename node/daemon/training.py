@@ -69,7 +69,7 @@ class Training:
         self._contribution: wire.Contribution | None = None
         self._encoded: api.Encoded | None = None
         self._frozen = False
-        """Whether the machine has been told Frozen for this round."""
+        """Whether the machine has been told Frozen for this round. One without work gives way to one with."""
         self._paused: str | None = "the daemon is starting"
         self._applying = False
         """The engine writes theta and delta: nobody is welcomed."""
@@ -174,7 +174,7 @@ class Training:
             return wire.Waiting(reason="this node is not a member yet: its JOIN must be committed first")
         if self._applying:
             return wire.Waiting(reason=f"the commit of round {start.round} is being applied")
-        if self._contribution is not None or self._frozen:
+        if self._contribution is not None:
             return wire.Waiting(reason=f"the contribution of round {start.round} is already handed over")
         self._welcomed_round = start.round
         self._hard_reset = False
@@ -247,8 +247,8 @@ class Training:
         tokens = self._ledger.freeze(contribution.tokens)
         self._observations.work = self._ledger.status()
         self._let_go.set()
-        if self._frozen or self._paused is not None:
-            return  # `resume` offers it; or READY is out, too early for it, and it rides in the next round
+        if self._paused is not None:
+            return  # `resume` offers it
         await self._offer(state.base, contribution, tokens)
 
     async def _offer(self, base: Base, contribution: wire.Contribution, tokens: tuple[tuple[int, int], ...]) -> None:
@@ -276,7 +276,8 @@ class Training:
         encoded: api.Encoded | None,
         contribution: wire.Contribution | None,
     ) -> None:
-        if self._frozen:
+        with_work = any(value > 0 for _, value in tokens)
+        if self._frozen and not with_work:
             return
         self._frozen = True
         self._observations.saw_ready()
@@ -296,7 +297,7 @@ class Training:
 
     async def freeze(self, base: Base, within_s: float) -> None:
         """`Freeze` of the state machine: the trainer's contribution within `within_s`, else a READY without work."""
-        if self._state is None or self._state.base != base or self._frozen:
+        if self._state is None or self._state.base != base or self._contribution is not None:
             return
         if self._host.attached and self._welcomed_round is not None and self._contribution is None:
             await self._host.freeze(base.round, within_s)
@@ -324,7 +325,7 @@ class Training:
         return self._encoded is not None
 
     async def wait_validated(self) -> None:
-        """Until the trainer has measured the present state, when it is to; not for one that is gone or never measures."""
+        """Until the trainer has measured the present state, if it is to; not for one that is gone or never measures."""
         if self._welcomed_round is not None and self._observations.validation_loss is not None:
             await self._validated.wait()
 
