@@ -177,7 +177,7 @@ class TrainerHost:
             self.poke()
 
     async def freeze(self, round: int, within_s: float) -> None:
-        """Ask for the contribution at the end of the current step. Nobody attached: nothing happens."""
+        """Ask for the contribution within `within_s`; 0: after the current step. Nobody attached: nothing happens."""
         if (session := self._attached()) is not None and session.round == round and not session.contributed:
             await self._send(session, wire.Freeze(round=round, within_s=within_s))
 
@@ -187,7 +187,7 @@ class TrainerHost:
         True: the trainer handed over and takes part in what is applied next. False: nobody was attached, or the trainer
         was too slow; it reconnects, finds another round than its own and starts from θ.
         """
-        await self.freeze(round, within_s)
+        await self.freeze(round, 0.0)
         with trio.move_on_after(within_s):
             async with self._changed:
                 while not self.vectors_free:

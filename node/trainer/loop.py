@@ -1,23 +1,16 @@
-"""The training that we ship: the run's model, AdamW, schedule and data, on the public library and nothing private.
-
-B: sequences of an inner step, T: tokens of a sequence.
-"""
+"""The training that we ship: the run's model, AdamW, schedule and data, on the public library and nothing private."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from node.errors import OperatorError
-from node.manifest import Inner
 from node.trainer.attach import Swarm
 from node.trainer.checkpoint import CheckpointStore, Description, Place, optimizer_tensors, restore_optimizer
-from node.trainer.errors import TrainerError
+from node.trainer.inner import InnerTraining
 from node.trainer.models import build_model
-from node.trainer.schedule import learning_rate
 from node.trainer.units import validation_sequences
 
 logger = logging.getLogger(__name__)
@@ -39,22 +32,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def inner_optimizer(model: torch.nn.Module, inner: Inner) -> torch.optim.AdamW:
-    """The manifest's AdamW. Weight decay holds for matrices (two dimensions or more), not for norms and biases."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": inner.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=inner.lr,
-        betas=(inner.beta1, inner.beta2),
-        eps=inner.epsilon,
-        fused=True,
-    )
-
-
 class TrainingLoop:
     """Trains until the run ends. Raises `OperatorError` or `TrainerError`, never for the network."""
 
@@ -63,13 +40,10 @@ class TrainingLoop:
         self._device = choose_device(swarm.device)
         if swarm.threads:
             torch.set_num_threads(swarm.threads)
-        self._model = build_model(swarm.manifest, swarm.allow_functions).to(self._device)
-        self._model.train()
-        self._inner = inner_optimizer(self._model, self._inner_config)
-        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._outer = swarm.optimizer(self._model, self._inner)
+        model = build_model(swarm.manifest, swarm.allow_functions)
+        self._training = InnerTraining(model, self._inner_config, self._device)
+        self._outer = swarm.optimizer(self._training.model, self._training.optimizer)
         self._validation_sequences = validation_sequences(swarm.manifest, swarm.artifacts_directory)
-        self._micro_batch = self._inner_config.micro_batch_sequences or self._inner_config.batch_sequences
         self._run_id = swarm.run_id
         self._store = CheckpointStore(swarm.directory, run_id=swarm.run_id)
         self._inner_steps = 0
@@ -107,43 +81,16 @@ class TrainingLoop:
     # ------------------------------------------------------------ inner steps
 
     def _inner_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Forward, backward, clip, AdamW. Returns the batch's mean loss [], on the device."""
-        inner = self._inner_config
-        if self._inner_steps and not self._inner.state:
+        """Returns the batch's mean loss [], on the device."""
+        if self._inner_steps and not self._training.optimizer.state:
             # Its work was not finite and `outer` cleared it: as fresh as a joiner's.
             self._inner_steps, self._joined_late = 0, True
-        sequences = len(batch["input_ids"])
-        total = torch.zeros((), device=self._device)
-        for piece in self._pieces(batch, self._micro_batch):
-            loss = self._loss(piece) * (len(piece["input_ids"]) / sequences)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self._parameters, inner.clip_norm)
-        rate = learning_rate(
-            inner, self._outer.schedule_step, fresh_steps=self._inner_steps if self._joined_late else None
+        loss = self._training.step(
+            batch,
+            run_step=self._outer.schedule_step,
+            fresh_steps=self._inner_steps if self._joined_late else None,
         )
-        for group in self._inner.param_groups:
-            group["lr"] = rate
-        self._inner.step()
-        self._inner.zero_grad(set_to_none=True)
         self._inner_steps += 1
-        return total
-
-    def _pieces(self, batch: dict[str, torch.Tensor], sequences: int) -> Iterator[dict[str, torch.Tensor]]:
-        pieces = {name: torch.split(tensor, sequences) for name, tensor in batch.items()}
-        for index in range(len(pieces["input_ids"])):
-            yield {name: split[index].to(self._device, non_blocking=True) for name, split in pieces.items()}
-
-    def _loss(self, piece: dict[str, torch.Tensor]) -> torch.Tensor:
-        autocast = self._device.type == "cuda" and self._inner_config.autocast == "bfloat16"
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=autocast):
-            outputs: Any = self._model(**piece)
-        loss = outputs["loss"] if isinstance(outputs, dict) else getattr(outputs, "loss", None)
-        if not isinstance(loss, torch.Tensor):
-            raise TrainerError(
-                f"the model returned {type(outputs).__name__} without `loss`: make it return one, as the models of "
-                "transformers do"
-            )
         return loss
 
     # ------------------------------------------------------------ between rounds
@@ -154,13 +101,8 @@ class TrainingLoop:
         if not outer.wants_validation:
             return
         sequences = torch.from_numpy(self._validation_sequences)
-        total = torch.zeros((), device=self._device)
-        self._model.eval()
-        with outer.global_state(), torch.no_grad():
-            for piece in self._pieces({"input_ids": sequences, "labels": sequences}, self._micro_batch):
-                total += self._loss(piece) * len(piece["input_ids"])
-        self._model.train()
-        loss = float(total) / len(sequences)
+        with outer.global_state():
+            loss = self._training.mean_loss(sequences)
         outer.report_validation(loss, sequences.numel())
         logger.info("round %d: validation loss %.4f", outer.round, loss)
 
@@ -175,14 +117,14 @@ class TrainingLoop:
                 for (epoch, unit), sequences in self._outer.cursor.counted_units().items()
             ),
         )
-        self._store.save(description, optimizer_tensors(self._model, self._inner))
+        self._store.save(description, optimizer_tensors(self._training.model, self._training.optimizer))
 
     def _resume(self) -> None:
         restored = self._store.load(self._outer.round)
         if restored is None:
             return
         description = restored.description
-        if not restore_optimizer(self._model, self._inner, restored.tensors):
+        if not restore_optimizer(self._training.model, self._training.optimizer, restored.tensors):
             logger.warning("the trainer's checkpoint is of another optimizer: the inner optimizer starts fresh")
             return
         self._inner_steps = description.inner_steps

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
 """The least between two Progress messages."""
+FREEZE_SHARE = 0.75
+"""Of the time that a Freeze leaves, what further steps may take; the rest is for a late step and for handing over."""
 REMIND_S = 60.0
 """How often the log repeats what a blocked step waits for."""
 _POLL_S = 1.0
@@ -95,7 +97,8 @@ class OuterOptimizer:
         self._cursor = LeaseCursor(manifest.data.unit_sequences)
         self._meter = Meter()
         self._handed_over = False
-        self._freeze_asked = False
+        self._stop_at_s = math.inf
+        """Monotonic; a Freeze sets it. The step that would end later than this is not begun."""
         self._validated_round: int | None = None
         self._reason = "training"
         self._waiting_since = 0.0
@@ -159,13 +162,14 @@ class OuterOptimizer:
         """An inner step ended that trained on `tokens` tokens (on this rank). True: a new round began.
 
         Between rounds this costs microseconds and never waits for the device. At the end of the round's budget, or when
-        the others are ready, it blocks until the round is committed; `reason` says why. Never raises for the network.
+        the others have waited long enough, it blocks until the round is committed; `reason` says why. Never raises for
+        the network.
         """
         if self.done:
             return False
         self._meter.count(tokens, loss)
         self._cursor.trained()
-        hurried = self._link is not None and (self._freeze_asked or self._link.has_mail)
+        hurried = self._link is not None and (self._time_is_up() or self._link.has_mail)
         if self._meter.steps < self.budget_steps and not self._ranks.share_flag(hurried):
             self._report_progress()
             return False
@@ -236,7 +240,7 @@ class OuterOptimizer:
                 if self.done:
                     return _Train()
                 if not self._handed_over:
-                    due = contribute or self._freeze_asked or self._meter.steps >= self.budget_steps
+                    due = contribute or self._time_is_up() or self._meter.steps >= self.budget_steps
                     return _Contribute() if due else _Train()
                 self._wait()
             elif isinstance(mail, Connected):
@@ -244,7 +248,9 @@ class OuterOptimizer:
             elif isinstance(mail, wire.Committed):
                 action = self._committed(mail)
             elif isinstance(mail, wire.Freeze):
-                self._freeze_asked = self._freeze_asked or mail.round == self.round
+                if mail.round == self.round:
+                    # Nobody is cut short (protocol section 4, rule 2): the others leave time for the budget.
+                    self._stop_at_s = min(self._stop_at_s, time.monotonic() + FREEZE_SHARE * mail.within_s)
             elif isinstance(mail, Lost):
                 self._say(f"the daemon is gone ({mail.reason}): reconnecting; the model is kept")
             elif isinstance(mail, wire.Waiting):
@@ -283,6 +289,10 @@ class OuterOptimizer:
                 reset = True
         return _TakeOver(start=mail.start, counted=mail.counted, part_elements=mail.part_elements, reset=reset)
 
+    def _time_is_up(self) -> bool:
+        """Whether one more step would end after what a Freeze leaves."""
+        return time.monotonic() + self._meter.step_s() > self._stop_at_s
+
     def _wait(self) -> None:
         assert self._link is not None
         if not self._link.wait(_POLL_S) and time.monotonic() - self._waiting_since > REMIND_S:
@@ -316,7 +326,7 @@ class OuterOptimizer:
                 f"round {self.round}: this machine's work is handed over; waiting for the others' to be averaged"
             )
         self._handed_over = True
-        self._freeze_asked = False
+        self._stop_at_s = math.inf
         self._send(
             wire.Contribution(
                 round=self.round,
@@ -348,7 +358,7 @@ class OuterOptimizer:
                 self._uncounted_tokens += self._tokens_of_all_ranks()
         self._start = action.start
         self._handed_over = False
-        self._freeze_asked = False
+        self._stop_at_s = math.inf
         self._cursor.begin(action.start.lease)
         self._meter.begin()
         self._send(wire.Loaded(round=self.round, fresh=self._equals_theta))

@@ -4,7 +4,7 @@ One trainer is attached at a time. A round from the trainer's side, without over
 
     Attach → Welcome (descriptors: theta read-only, delta writable)
     … inner steps, Progress every step …
-    [Freeze ←]            somebody is ready and this trainer's time is up; or the trainer reaches its budget by itself
+    [Freeze ←]            somebody is ready: a deadline for the rest of the budget
     Contribution →        delta holds θ_r − θ_local; the trainer must not touch delta until the next Committed
     Committed ←           parts counted: θ_local = θ; parts not counted: θ_local += delta; delta is the trainer's again
     Loaded →              the trainer has taken it over and goes on
@@ -106,7 +106,7 @@ class Validated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Freeze(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Contribute what you have at the end of this step, within `within_s`."""
+    """Contribute within `within_s`: the whole budget if there is time, else what you have. 0: after this step."""
 
     round: int
     within_s: float

@@ -167,7 +167,7 @@ def test_the_units_of_a_round_that_was_not_counted_are_reported_again(tmp_path: 
     trio.run(main)
 
 
-def test_a_freeze_ends_the_round_at_the_next_step_and_a_used_up_lease_too(tmp_path: Path) -> None:
+def test_a_freeze_without_time_ends_the_round_at_the_next_step_and_a_used_up_lease_too(tmp_path: Path) -> None:
     daemon = a_daemon(tmp_path, lease_units=1)
     steps: list[int] = []
 
@@ -176,7 +176,7 @@ def test_a_freeze_ends_the_round_at_the_next_step_and_a_used_up_lease_too(tmp_pa
             model = small_model()
             outer = swarm.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
             train_step(outer, model, next(outer.batches(batch_size=2)))
-            trio.from_thread.run(daemon.host.freeze, 0, 1.0)
+            trio.from_thread.run(daemon.host.freeze, 0, 0.0)
             assert swarm.link is not None
             assert swarm.link.wait(10)
             assert outer.step(tokens=7)
@@ -197,6 +197,34 @@ def test_a_freeze_ends_the_round_at_the_next_step_and_a_used_up_lease_too(tmp_pa
         assert contributions[1].ranges_done == (wire.Lease(epoch=0, start=0, stop=1),)
         assert contributions[1].steps == 2
         assert contributions[2].ranges_done == (wire.Lease(epoch=0, start=1, stop=2),)
+
+    trio.run(main)
+
+
+def test_a_freeze_with_time_leaves_the_budget_whole(tmp_path: Path) -> None:
+    daemon = a_daemon(tmp_path, rounds=2)
+
+    def user() -> None:
+        with node.attach(tmp_path) as swarm:
+            model = small_model()
+            outer = swarm.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            for round_number, within_s in enumerate((60.0, 2.0)):
+                outer.step(tokens=7)
+                trio.from_thread.run(daemon.host.freeze, round_number, within_s)
+                assert swarm.link is not None
+                assert swarm.link.wait(10)
+                began_s = time.monotonic()
+                while not outer.step(tokens=7):
+                    if within_s < 60.0:
+                        assert time.monotonic() - began_s < within_s, "the daemon has given up by now"
+                        time.sleep(0.6)  # a slow step: three of them are more than there is time for
+
+    async def main() -> None:
+        async with daemon.serving():
+            await program(user)
+        whole, cut = daemon.of(wire.Contribution)
+        assert whole.steps == STEPS
+        assert 2 <= cut.steps <= 4 < STEPS
 
     trio.run(main)
 

@@ -19,7 +19,7 @@ from node.trainer.checkpoint import (
     optimizer_tensors,
     restore_optimizer,
 )
-from node.trainer.loop import inner_optimizer
+from node.trainer.inner import inner_optimizer
 
 RUN = "ab" * 32
 
