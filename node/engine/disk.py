@@ -4,11 +4,53 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
 
 HASH_READ_BYTES = 1 << 20
+
+
+class SharedFile:
+    """A descriptor for several threads: `close` waits for nobody, the last user closes it.
+
+    So no number is ever used after it was given to another file.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()
+        self._users = 1
+        """Those in `use`, and the owner until `close`."""
+        self._closing = False
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """The descriptor. Raises `FileNotFoundError` after `close`."""
+        with self._lock:
+            if self._closing:
+                raise FileNotFoundError("the file was closed")
+            self._users += 1
+        try:
+            yield self._fd
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                os.close(self._fd)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -283,9 +283,12 @@ class Exchange:
             return msgspec.msgpack.encode(UpMeta(bitmap_bytes(held.bitmap), b"")), held.data
         if self._outbox is None:
             return None
-        data = self._outbox.read_cached(part)
-        if data is None:
-            data = await self._threads.disk(partial(self._outbox.read, part))
+        try:
+            data = self._outbox.read_cached(part)
+            if data is None:
+                data = await self._threads.disk(partial(self._outbox.read, part))
+        except FileNotFoundError:
+            return None  # the exchange ended meanwhile
         meta = UpMeta(bitmap_bytes(1 << self._me), self._request.leaf_signatures[part])
         return msgspec.msgpack.encode(meta), data
 

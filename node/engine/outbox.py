@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from node.engine.disk import disk_bytes, read_at, read_cached, sync_directory, write_at, write_atomic
+from node.engine.disk import SharedFile, disk_bytes, read_at, read_cached, sync_directory, write_at, write_atomic
 from node.engine.geometry import Geometry
 
 
@@ -53,19 +53,20 @@ class OutboxReader:
     def __init__(self, directory: Path, base: bytes, geometry: Geometry, contribution: Contribution) -> None:
         self.contribution = contribution
         self._geometry = geometry
-        self._fd = os.open(directory / f"{base.hex()}.data", os.O_RDONLY | os.O_CLOEXEC)
+        self._file = SharedFile(directory / f"{base.hex()}.data", os.O_RDONLY)
 
     def read(self, part: int) -> bytes:
-        return read_at(self._fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
+        """Raises `OSError`, `FileNotFoundError` after `close`."""
+        with self._file.use() as fd:
+            return read_at(fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
 
     def read_cached(self, part: int) -> bytes | None:
-        """None: it would block on the disk."""
-        return read_cached(self._fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
+        """None: it would block on the disk. Raises `FileNotFoundError` after `close`."""
+        with self._file.use() as fd:
+            return read_cached(fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 class Outbox:

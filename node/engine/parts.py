@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from node.engine.api import PartRef
-from node.engine.disk import disk_bytes, read_at, read_cached, sync_directory, write_at, write_atomic
+from node.engine.disk import SharedFile, disk_bytes, read_at, read_cached, sync_directory, write_at, write_atomic
 
 _RECORD = struct.Struct("<I8s")
 
@@ -29,7 +29,7 @@ _RECORD = struct.Struct("<I8s")
 class _Roster:
     data_path: Path
     index_path: Path
-    data_fd: int
+    data: SharedFile
     born: int
     """Number of commits kept when it was created: what no commit names goes two commits later."""
     parts: dict[bytes, PartRef] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class PartStore:
     def close(self) -> None:
         with self._lock:
             for roster in self._rosters.values():
-                os.close(roster.data_fd)
+                roster.data.close()
             self._rosters.clear()
 
     # ---------------------------------------------------------------- writing
@@ -71,7 +71,8 @@ class PartStore:
     def write(self, ref: PartRef, payload: bytes | bytearray | memoryview) -> None:
         """Write a verified payload; not durable before `sync`. Raises `OSError` (disk full)."""
         roster = self._roster(ref.roster_id)
-        write_at(roster.data_fd, payload, ref.part * self._slot_bytes)
+        with roster.data.use() as fd:
+            write_at(fd, payload, ref.part * self._slot_bytes)
         with self._lock:
             roster.parts[ref.hash] = ref
             for lacking in self._lacking.values():
@@ -84,7 +85,8 @@ class PartStore:
             by_roster.setdefault(ref.roster_id, []).append(ref)
         for roster_id, members in by_roster.items():
             roster = self._roster(roster_id)
-            os.fdatasync(roster.data_fd)
+            with roster.data.use() as fd:
+                os.fdatasync(fd)
             with roster.index_path.open("ab") as file:
                 for ref in members:
                     record = msgspec.msgpack.encode(ref)
@@ -104,14 +106,21 @@ class PartStore:
     def read(self, part_hash: bytes, *, only_cached: bool = False) -> bytes | None:
         """A part's payload, not verified again. None: not here, or with `only_cached` not in the page cache."""
         with self._lock:
-            for roster in self._rosters.values():
-                if ref := roster.parts.get(part_hash):
-                    offset = ref.part * self._slot_bytes
-                    if only_cached:
-                        return read_cached(roster.data_fd, ref.length, offset)
-                    data = read_at(roster.data_fd, ref.length, offset)
-                    return data if len(data) == ref.length else None
-        return None
+            found = next(
+                ((roster.data, ref) for roster in self._rosters.values() if (ref := roster.parts.get(part_hash))), None
+            )
+        if found is None:
+            return None
+        file, ref = found
+        offset = ref.part * self._slot_bytes
+        try:
+            with file.use() as fd:
+                if only_cached:
+                    return read_cached(fd, ref.length, offset)
+                data = read_at(fd, ref.length, offset)
+        except FileNotFoundError:
+            return None
+        return data if len(data) == ref.length else None
 
     def complete_rounds(self) -> tuple[int, ...]:
         """Committed rounds all of whose parts are here, ascending."""
@@ -152,7 +161,7 @@ class PartStore:
                 if roster.born >= self._commits_kept - 1 or not needed.isdisjoint(roster.parts):
                     continue
                 del self._rosters[roster_id]
-                os.close(roster.data_fd)
+                roster.data.close()
                 roster.index_path.unlink(missing_ok=True)
                 roster.data_path.unlink(missing_ok=True)
 
@@ -178,8 +187,8 @@ class PartStore:
 
     def _open(self, roster_id: bytes) -> _Roster:
         data_path = self._directory / f"{roster_id.hex()}.data"
-        fd = os.open(data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        return _Roster(data_path, data_path.with_suffix(".index"), fd, self._commits_kept)
+        file = SharedFile(data_path, os.O_RDWR | os.O_CREAT)
+        return _Roster(data_path, data_path.with_suffix(".index"), file, self._commits_kept)
 
     def _load(self, index_path: Path) -> None:
         try:

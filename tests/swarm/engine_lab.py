@@ -150,7 +150,7 @@ class LabEngine:
                 momentum=0.9,
                 keep_rounds=self.lab.keep_rounds,
                 keep_snapshots=2,
-                disk_limit_bytes=0,
+                disk_limit_bytes=self.lab.disk_limit_bytes,
                 threads=sizes.threads,
             ),
             fds=self.memory,
@@ -264,6 +264,7 @@ class Lab:
     directory: Path
     sizes: Sizes
     keep_rounds: int = 20
+    disk_limit_bytes: int = 0
     engines: list[LabEngine] = field(default_factory=list)
     by_id: dict[str, LabEngine] = field(default_factory=dict)
 
@@ -500,10 +501,10 @@ def _heights(parents: Sequence[int]) -> list[int]:
 
 
 @asynccontextmanager
-async def lab(directory: Path, count: int, sizes: Sizes | None = None, *, keep_rounds: int = 20) -> AsyncIterator[Lab]:
+async def lab(directory: Path, count: int, sizes: Sizes | None = None, **settings: int) -> AsyncIterator[Lab]:
     """`count` engines that know each other; all processes end with the block."""
     async with trio.open_nursery() as nursery:
-        made = Lab(nursery=nursery, directory=directory, sizes=sizes or Sizes(), keep_rounds=keep_rounds)
+        made = Lab(nursery=nursery, directory=directory, sizes=sizes or Sizes(), **settings)
         try:
             for _ in range(count):
                 await made.add()

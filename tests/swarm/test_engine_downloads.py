@@ -14,8 +14,8 @@ from tests.swarm.engine_lab import Lab, LabEngine, Sizes, lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.swarm]
 
-LARGE = Sizes(elements=12_000_000, buffer_elements=0, part_elements=65_536)
-"""92 MB of θ and momentum: 92 chunks."""
+LARGE = Sizes(elements=6_000_128, buffer_elements=0, part_elements=65_536)
+"""48 MB of θ and momentum: 46 chunks."""
 
 
 async def with_snapshot(swarm: Lab) -> bytes:
@@ -47,7 +47,7 @@ def test_a_snapshot_comes_from_those_who_live(tmp_path: Path) -> None:
                 # One source is corrupt on its disk: its chunk is refused and comes from another.
                 data = lying.directory / "snapshots" / f"5-{state_hash.hex()}" / "data"
                 with data.open("r+b") as file:
-                    file.seek(30_000_000)
+                    file.seek(20_000_000)
                     file.write(b"corrupt")
                 joiner = await swarm.add()
                 partial = joiner.directory / "snapshots" / f"5-{state_hash.hex()}.partial" / "data"
@@ -57,7 +57,7 @@ def test_a_snapshot_comes_from_those_who_live(tmp_path: Path) -> None:
                         await joiner.ask.fetch_snapshot(round=5, state_hash=state_hash, sources=sources, timeout_s=60)
 
                     nursery.start_soon(fetch)
-                    await some_of(partial, 10_000_000)
+                    await some_of(partial, 6_000_000)
                     dying.kill()
                 await joiner.ask.load_snapshot(round=5, state_hash=state_hash)
                 assert np.array_equal(joiner.theta, good.theta)
@@ -87,7 +87,7 @@ def put_artifact(engine: LabEngine, data: bytes) -> bytes:
 
 def test_an_artifact_goes_on_where_its_source_died(tmp_path: Path) -> None:
     async def main() -> None:
-        data = np.random.default_rng(1).bytes(60_000_001)
+        data = np.random.default_rng(1).bytes(30_000_001)
         with trio.fail_after(60):
             async with lab(tmp_path, 3) as swarm:
                 dying, other, joiner = swarm.engines
@@ -102,7 +102,7 @@ def test_an_artifact_goes_on_where_its_source_died(tmp_path: Path) -> None:
                             )
 
                     nursery.start_soon(fetch)
-                    await some_of(partial, 15_000_000)
+                    await some_of(partial, 8_000_000)
                     dying.kill()
                 put_artifact(other, data)
                 have = partial.stat().st_blocks * 512

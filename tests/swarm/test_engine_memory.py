@@ -17,7 +17,7 @@ from tests.swarm.engine_lab import Lab, Sizes, flat_round, lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.swarm]
 
-PARAMETERS = int(os.environ.get("ATOLL_TEST_PARAMETERS", "8000000")) // 256 * 256
+PARAMETERS = int(os.environ.get("ATOLL_TEST_PARAMETERS", "4000000")) // 256 * 256
 OWN_LIMIT_BYTES = 250 * 1000 * 1000
 CONTRIBUTORS = 4
 

@@ -205,6 +205,30 @@ def test_snapshots_survive_and_corrupt_ones_are_set_aside(tmp_path: Path) -> Non
     trio.run(main)
 
 
+def test_disk_use_stays_within_its_limit_and_the_newest_state_stays(tmp_path: Path) -> None:
+    async def main() -> None:
+        sizes = Sizes(elements=100_096, buffer_elements=0, part_elements=8192)
+        limit = 2_500_000  # S_0, two snapshots of 0.8 MB, and few of the rounds of 0.1 MB
+        rng = np.random.default_rng(6)
+        with trio.fail_after(60):
+            async with lab(tmp_path, 1, sizes, disk_limit_bytes=limit) as swarm:
+                engine = swarm.engines[0]
+                await swarm.load_initial(np.zeros(sizes.elements, np.float32))
+                for number in range(8):
+                    turn = flat_round(swarm, number)
+                    engine.delta[:] = rng.standard_normal(sizes.elements).astype(np.float32)
+                    await turn.start()
+                    await turn.apply(await turn.finish())
+                    await engine.ask.save_snapshot(round=number + 1)
+                inventory = await engine.ask.inventory()
+                assert inventory.disk_bytes <= limit
+                assert inventory.part_rounds[-1] == 7
+                assert 0 not in inventory.part_rounds
+                assert inventory.snapshots[-1].round == 8
+
+    trio.run(main)
+
+
 def test_a_disk_that_refuses_bytes_is_reported_and_the_next_round_is_held(tmp_path: Path) -> None:
     async def main() -> None:
         sizes = Sizes(elements=200_192, buffer_elements=0, part_elements=8192)
