@@ -257,6 +257,10 @@ def _next_electors(
     if rules.quorum is Quorum.MAJORITY:
         # Everyone in M has a READY in one of the last two rosters or joined since: counted once is enough.
         eligible = [peer for peer, entry in members.items() if entry.last_counted_round is not None]
+        if len(eligible) == 2:
+            # One of the two will decide alone: never the one that this very roster had to do without.
+            here = [peer for peer in eligible if members[peer].last_ready_rounds[-1:] == (round_,)]
+            eligible = here or eligible
     elif not has_parts:
         # Nobody could be counted: that must not unseat the electors of an open run.
         eligible = voting

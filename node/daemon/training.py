@@ -297,19 +297,21 @@ class Training:
 
     async def freeze(self, base: Base, within_s: float) -> None:
         """`Freeze` of the state machine: the trainer's contribution within `within_s`, else a READY without work."""
-        if self._state is None or self._state.base != base or self._contribution is not None:
+        if self._state is None or self._state.base != base or self._handed_over():
             return
-        if self._host.attached and self._welcomed_round is not None and self._contribution is None:
+        if self._host.attached and self._welcomed_round is not None:
             await self._host.freeze(base.round, within_s)
-        elif self._contribution is None and not self._settings.starts_trainer:
+        elif not self._settings.starts_trainer:
             self._send_frozen(base, (), None, None)
             return
         with trio.move_on_after(within_s):
             await self._let_go.wait()
-            if self._contribution is not None:
-                return  # `_contributed` sends Frozen as soon as it is encoded
-        if self._state is not None and self._state.base == base:
+        # A contribution sends its own Frozen as soon as it is encoded.
+        if not self._handed_over() and self._state is not None and self._state.base == base:
             self._send_frozen(base, (), None, None)
+
+    def _handed_over(self) -> bool:
+        return self._contribution is not None
 
     def leaf_signatures(self, base: bytes) -> tuple[bytes, ...]:
         """My signature over (base, part, hash) of each encoded part; empty when I do not contribute."""
