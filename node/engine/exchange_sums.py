@@ -73,8 +73,9 @@ class WaitingSums:
         payloads = self._kept.pop(decision.part, {})
         try:
             return await self._threads.compute(partial(self._add_up, decision, payloads))
-        except CodecError:
-            self._machine.dropped["a sum that overflowed"] += 1
+        except (CodecError, OSError):
+            # An overflow, or a contribution of mine that the disk does not give back: the part stays empty.
+            self._machine.dropped["a sum that could not be made"] += 1
             return b"", b""
         finally:
             self._free(payloads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -25,9 +26,8 @@ from protocol.names import DIGEST_BYTES
 
 ASKS_PER_SOURCE = 4
 REACH_TIMEOUT_S = 10.0
-STRIKES = 3
+STRIKES = 4
 """Failures in a row after which a source is not asked again in this download."""
-RETRY_DELAY_S = 0.3
 
 Item = TypeVar("Item")
 
@@ -78,7 +78,7 @@ class Fetcher:
         async def get(link: Link, ref: api.PartRef) -> None:
             data = await self._requester.ask(link, ref.hash, AskMeta(Subject.PART), largest_bytes=ref.length)
             if not await self._keep_part(ref, data):
-                raise NoAnswer("it sent other bytes than the part's")
+                raise NoAnswer("what it sent is not the part, or could not be stored")
 
         with trio.move_on_after(request.timeout_s):
             await self._gather(missing, request.sources, get)
@@ -231,7 +231,10 @@ class Fetcher:
         get: Callable[[Link, Item], Awaitable[None]],
         why: list[str] | None = None,
     ) -> list[Item]:
-        """Get every item from some source, several at a time from each; returns the items that none gave."""
+        """Get every item from some source, several at a time from each; returns the items that none gave.
+
+        Raises `OSError` when what came cannot be written.
+        """
         queue = list(range(len(items)))[::-1]
         lacking: list[set[str]] = [set() for _ in items]
         """Per item: sources that do not have it."""
@@ -244,10 +247,12 @@ class Fetcher:
                     return queue.pop(position)
             return None
 
+        strikes: Counter[str] = Counter()
+        broken: list[OSError] = []
+
         async def pull(source: str) -> None:
             nonlocal under_way
-            strikes = 0
-            while strikes < STRIKES:
+            while strikes[source] < STRIKES:
                 number = next_for(source)
                 if number is None:
                     if not under_way:
@@ -260,23 +265,27 @@ class Fetcher:
                     link = await self._switchboard.reach(source, within_s=REACH_TIMEOUT_S, eager=True)
                     await get(link, items[number])
                     got = True
-                    strikes = 0
+                    strikes[source] = 0
                 except NotThere:
                     lacking[number].add(source)
                 except (NoAnswer, Unreachable) as error:
-                    strikes += 1
+                    # Dialling has its own retries: who cannot be reached is not asked again in this download.
+                    strikes[source] += STRIKES if isinstance(error, Unreachable) else 1
                     if why is not None:
                         why.append(f"{source}: {error}")
+                except OSError as error:
+                    broken.append(error)
+                    nursery.cancel_scope.cancel()
                 finally:
                     if not got:
                         queue.append(number)
                     under_way -= 1
                     returned.unpark_all()
-                if strikes:
-                    await trio.sleep(RETRY_DELAY_S * strikes)
 
         async with trio.open_nursery() as nursery:
             for source in dict.fromkeys(sources):
                 for _ in range(ASKS_PER_SOURCE):
                     nursery.start_soon(pull, source)
+        if broken:
+            raise broken[0]
         return [items[number] for number in queue]

@@ -26,6 +26,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """For TLS and hello together: six round trips of 1.6 s."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_TOKENS = 4096
+MAX_HOST_CHARACTERS = 253
 
 _MAGIC = b"ATL1"
 _HELLO = struct.Struct("<4sBBH64s32s")
@@ -165,9 +166,12 @@ async def receive_exactly(stream: Stream, size: int) -> bytearray:
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port`. Raises `ValueError`."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or "\0" in host or len(host) > MAX_HOST_CHARACTERS:
+        raise ValueError(f"{address[:80]!r} is not host:port")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65_536):
+        raise ValueError(f"{address[:80]!r} has no port between 1 and 65535")
+    return host, int(port)
 
 
 def _describe(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from node.engine.frames import (
     unpack_want,
     want_payload_bytes,
 )
-from node.engine.handshake import TokenBook, split_address
+from node.engine.handshake import HandshakeFailed, TokenBook, dial, split_address
 from node.engine.strangers import FAIR_TIME_S, MAX_PER_HOST, MAX_TOTAL, Strangers
 from node.errors import StrangerError
 from protocol.codecs import codec
@@ -134,7 +134,9 @@ def test_addresses(address: str, expected: tuple[str, int]) -> None:
     assert split_address(address) == expected
 
 
-@pytest.mark.parametrize("address", ["", "host", ":80", "host:port"])
+@pytest.mark.parametrize(
+    "address", ["", "host", ":80", "host:port", "h:0", "h:65536", "h:-1", "h:" + "9" * 99, "h\0:1", "x" * 300 + ":1"]
+)
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         split_address(address)
@@ -180,3 +182,14 @@ def test_what_is_owed_follows_from_what_the_other_lacks() -> None:
     assert duties.owed_to(1) == []
     duties.add(1, Kind.DOWN, reduced)
     assert duties.owed_to(1) == [], "nothing is queued for who cannot be reached"
+
+
+@pytest.mark.parametrize("address", ["\ud800:80", ".:80", "a..b:80", "x" * 200 + ":80", "h\u0130st.invalid:1", "%:1"])
+def test_dialling_a_senseless_address_fails_as_unreachable(address: str) -> None:
+    """Addresses come from strangers' records."""
+
+    async def main() -> None:
+        with trio.fail_after(20), pytest.raises(HandshakeFailed):
+            await dial(address, certificate_sha256=bytes(32), peer_id="a", token=bytes(32), lane=0, lanes=1)
+
+    trio.run(main)
