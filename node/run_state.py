@@ -19,6 +19,7 @@ from node import artifacts
 from node.errors import OperatorError
 from node.manifest import stored_layout
 from node.manifest_checks import forbidden_config_key
+from node.memory import memory_shortage
 from node.run_config import RunConfig
 from node.trainer import models
 from protocol.state_hash import state_hash
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from node.run_create import InitialState
+
+CREATION_BYTES_PER_PARAMETER = 12
+"""The model, θ, and the momentum that is hashed with it, fp32."""
 
 
 def build_initial_state(
@@ -38,9 +42,9 @@ def build_initial_state(
     """
     from node.run_create import InitialState  # it imports this module only when it must
 
-    torch.manual_seed(config.model.seed)
     try:
         if config.model.function is not None:
+            torch.manual_seed(config.model.seed)
             model = models.call_function(config.model.function, values, allow_functions)
             stored = dict(values)
             if not isinstance(model, torch.nn.Module):
@@ -52,6 +56,8 @@ def build_initial_state(
                 raise models.ModelError(f"model.config.{key} may not be set by a run: remove it")
             model_config = models.model_config(config.model.architecture, values)
             stored = pinned(model_config)
+            _check_memory(config.model.architecture, model_config)
+            torch.manual_seed(config.model.seed)
             model = models.initialised(config.model.architecture, model_config)
         frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
         if frozen:
@@ -77,6 +83,17 @@ def build_initial_state(
         model_config=stored,
         parameters=models.parameter_count(model),
     )
+
+
+def _check_memory(architecture: str, config: PretrainedConfig) -> None:
+    """Before a parameter is allocated. Raises `ModelError`."""
+    with torch.device("meta"):
+        parameters = models.parameter_count(models.initialised(architecture, config))
+    if shortage := memory_shortage(parameters * CREATION_BYTES_PER_PARAMETER):
+        raise models.ModelError(
+            f"a model of {parameters:,} parameters cannot be initialised on this machine: {shortage}; free memory, or "
+            "choose smaller sizes in model.config"
+        )
 
 
 def pinned(config: PretrainedConfig) -> dict[str, object]:

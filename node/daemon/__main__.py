@@ -23,20 +23,19 @@ EXIT_FALLEN = 3
 def main() -> int:
     settings = from_environment()
     configure(settings.log_level, json=settings.log_json)
+    return_code = 0
     try:
         trio.run(run_node, settings, strict_exception_groups=True)
-    except* OperatorError as group:
-        for error in _leaves(group):
-            print(error, file=sys.stderr)  # noqa: T201
-        return_code = EXIT_OPERATOR
+    except* SupervisorGone:  # may also be what the others' end has cut short: they decide
+        return_code = EXIT_FALLEN
     except* Fallen as group:
         for error in _leaves(group):
             log.critical("the node stops", why=str(error))
         return_code = EXIT_FALLEN
-    except* SupervisorGone:
-        return_code = EXIT_FALLEN
-    else:
-        return_code = 0
+    except* OperatorError as group:
+        for error in _leaves(group):
+            print(error, file=sys.stderr)  # noqa: T201
+        return_code = EXIT_OPERATOR
     return return_code
 
 

@@ -190,5 +190,8 @@ async def _obtain_manifest(
     if earlier is not None and (signed := await trio.to_thread.run_sync(load_manifest, home.manifest_file(earlier))):
         log.warning("nobody answers at the given addresses: going on with this home's run", run=earlier.hex()[:16])
         return decode_signed(signed.encode(), identity.verify)
-    why = "; ".join(f"{peer}: {reason}" for peer, reason in refusals.items()) or network.reason()
-    raise OperatorError(f"no run found within {FIRST_PEER_S:.0f} s: {why}")
+    why = "; ".join(f"{peer}: {reason}" for peer, reason in refusals.items()) or network.reason().partition(";")[0]
+    raise OperatorError(
+        f"no run was found within {FIRST_PEER_S:.0f} s at {', '.join(settings.join)} ({why}); check that a member runs "
+        "there and can be reached from here, and ask it for its address by `atoll id`"
+    )
