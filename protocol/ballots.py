@@ -19,6 +19,7 @@ class Ballots:
         self._start_timers()
 
     def _start_timers(self) -> None:
+        self.entered_s = self.record.outbox.now_s
         self.watch = Stopwatch(seen_s=self.record.outbox.now_s)
         self.watched_roster = False
         self.first_votes_s: float | None = None
@@ -43,6 +44,17 @@ class Ballots:
         record = self.record
         first_s = record.rules.attempt_timeout_s if short_s is None else min(short_s, record.rules.attempt_timeout_s)
         return float(min(first_s * 2 ** min(record.attempt, 30), record.rules.attempt_timeout_max_s))
+
+    def _least_s(self) -> float:
+        """How long I stay in an attempt although it can decide nothing any more.
+
+        Attempt 0 is left at once. If the next one fails as fast, its cause is no lost message: whatever makes every
+        voter refuse every proposal must not make them vote hundreds of times a minute.
+        """
+        attempt, rules = self.record.attempt, self.record.rules
+        if attempt == 0:
+            return 0.0
+        return float(min(rules.grace_s * 2 ** min(attempt - 1, 30), rules.attempt_timeout_max_s))
 
     def _timed_out(self) -> bool:
         """Whether this attempt's timer has run out for the phase-1 vote."""
@@ -71,7 +83,7 @@ class Ballots:
         if self.second_votes_s is None:
             self.second_votes_s = record.outbox.now_s
         if record.agreement.undecidable(record.attempt, 2):
-            return self._enter(record.attempt + 1)
+            return record.outbox.due(self.entered_s + self._least_s()) and self._enter(record.attempt + 1)
         due = record.outbox.due(self.second_votes_s + self._length_s(record.rules.grace_s))
         return due and self._enter(record.attempt + 1)
 

@@ -15,6 +15,7 @@ from sim_world import Weather, World
 from protocol import chain, wire
 from protocol.chain import ChainState
 from protocol.events import Effect, Received, Send, StartExchange
+from protocol.judging import Judge
 from protocol.messages import NIL, Heartbeat, Join, Proposal, Ready, Roster, Vote
 from protocol.names import digest
 from protocol.planning import contributing_of, deal, flat_plan, level_durations
@@ -329,3 +330,16 @@ def test_three_of_seven_vanish_right_after_ready() -> None:
     assert took_s < 60.0
     assert len(world.oracle.births) == 1
     assert {other.committed[2].roster.body for other in rest} == {rest[0].committed[2].roster.body}
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_attempts_that_all_refuse_at_once_grow_further_apart(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that all voters share fails every attempt within milliseconds: it must not become a storm of votes."""
+    monkeypatch.setattr(Judge, "refuses", lambda self, proposal, candidate: "a fault that all share")
+    world = swarm(peers)
+    world.run(60.0)
+    for node in world.up():
+        assert node.machine is not None
+        assert 3 <= node.machine.attempt <= 7
+    monkeypatch.undo()
+    run_to(world, 2, 60.0)
