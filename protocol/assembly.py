@@ -139,9 +139,12 @@ class Assembly:
             leaves=tuple(leaves[peer] for peer in sorted(leaves)),
             absent=sum(1 << index for index, peer in enumerate(peers) if attempt > 0 and peer in absent),
         )
-        contributing = planning.contributing_of(common, self.rules)
-        if contributing.bit_count() >= max(1, self.rules.min_peers):
-            return self._with_plan(common, contributing)
+        # Without those whom an earlier attempt missed, if that leaves enough; else they are given another chance: a
+        # round that needs them would never end otherwise.
+        for roster in (common, replace(common, absent=0)):
+            contributing = planning.contributing_of(roster, self.rules)
+            if contributing.bit_count() >= max(1, self.rules.min_peers):
+                return self._with_plan(roster, contributing)
         return replace(common, absent=0) if common.joins and contributing.bit_count() < self.rules.min_peers else None
 
     def _with_plan(self, roster: Roster, contributing: int) -> Roster:

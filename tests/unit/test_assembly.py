@@ -107,6 +107,27 @@ def test_too_few_contributors_make_a_roster_without_parts_only_for_joins() -> No
     assert validity.check_roster(STATE, rules, signed, CheapKeyring("voter")) is None
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_whom_the_round_cannot_do_without_is_not_absent(joins: bool) -> None:
+    """Three contributors are needed and there are three: one that an earlier attempt missed gets another chance."""
+    rules = make_rules(FIVE[:3], min_peers=3)
+    state = chain.genesis(rules)
+    assembly = Assembly(state=state, rules=rules)
+    for sender in FIVE[:3]:
+        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1)
+        assembly.add_ready(wire.sign(CheapKeyring(sender), sender, message), 0.0)
+    if joins:
+        newcomer = wire.sign(CheapKeyring("Newcomer"), "Newcomer", Join(base=state.base, units_wanted=2))
+        assembly.add_join(newcomer)
+    roster = assembly.roster(attempt=1, leaves={}, absent={FIVE[2]})
+    assert roster is not None
+    assert roster.plan is not None
+    assert roster.absent == 0
+    leader = chain.coordinator(state, 1)
+    signed = wire.sign(CheapKeyring(leader), leader, roster)
+    assert validity.check_roster(state, rules, signed, CheapKeyring("voter")) is None
+
+
 def test_a_leaver_joins_nothing() -> None:
     assembly = assembled(3)
     assembly.add_join(join("Newcomer"))
