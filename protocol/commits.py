@@ -29,12 +29,13 @@ def verify_commit(state: ChainState, rules: Rules, commit: Commit, keyring: Keyr
     leader = coordinator(state, roster.attempt)
     if signed.sender != leader or not verify(keyring, signed):
         raise InvalidCommit(f"its roster is not signed by {leader}, the coordinator of attempt {roster.attempt}")
+    # The certificate before the headers: who has no quorum behind it costs no thousands of checks.
+    decided = decision(state.base.digest(), roster_id(signed), commit.headers)
+    if why := check_certificate(state, rules, commit.certificate, decided, 2, keyring):
+        raise InvalidCommit(why)
     if why := check_plan(roster, rules):
         raise InvalidCommit(f"its plan breaks the rules: {why}")
     if why := check_headers(rules, signed, commit.headers, keyring):
-        raise InvalidCommit(why)
-    decided = decision(state.base.digest(), roster_id(signed), commit.headers)
-    if why := check_certificate(state, rules, commit.certificate, decided, 2, keyring):
         raise InvalidCommit(why)
     first = commit.certificate.votes[0].message.attempt
     if first < roster.attempt:

@@ -441,6 +441,10 @@ def bad_commits() -> dict[str, tuple[Commit, str]]:
     def with_votes(*chosen: Signed[Vote]) -> Commit:
         return replace(commit, certificate=Certificate(votes=chosen))
 
+    def certified(changed: Commit) -> Commit:
+        decided = chain.decision(STATE.base.digest(), wire.roster_id(changed.roster), changed.headers)
+        return replace(changed, certificate=certify(STATE, decided, voters))
+
     return {
         "too few votes": (with_votes(*votes[:-1]), "are needed"),
         "no votes": (with_votes(), "are needed"),
@@ -454,10 +458,15 @@ def bad_commits() -> dict[str, tuple[Commit, str]]:
             "for something else",
         ),
         "another header": (replace(commit, headers=(None, *headers[1:])), "for something else"),
-        "a part too few": (replace(commit, headers=headers[:-1]), "3 part headers"),
+        "a part left out": (replace(commit, headers=headers[:-1]), "for something else"),
+        "a part too few": (certified(replace(commit, headers=headers[:-1])), "3 part headers"),
         "a forged header": (replace(commit, headers=(forged(headers[0]), *headers[1:])), "not signed by its root"),
         "a forged roster": (replace(commit, roster=forged(commit.roster)), "not signed by"),
-        "another roster": (replace(commit, roster=full_roster(joins=("J",))), "another part or roster"),
+        "another roster": (replace(commit, roster=full_roster(joins=("J",))), "for something else"),
+        "headers of another roster": (
+            certified(replace(commit, roster=full_roster(joins=("J",)))),
+            "another part or roster",
+        ),
         "votes before the roster": (late, "before its roster's"),
     }
 
@@ -470,6 +479,21 @@ def test_a_bad_commit(name: str) -> None:
     commit, why = BAD_COMMITS[name]
     with pytest.raises(InvalidCommit, match=why):
         verify_commit(STATE, RULES, commit, KEYRING)
+
+
+def test_without_a_quorum_behind_it_a_commit_costs_nothing() -> None:
+    """Thousands of genuine headers under no certificate must not keep a node busy with their signatures."""
+    checked: list[PeerId] = []
+
+    class Counting(CheapKeyring):
+        def verify(self, signer: PeerId, message: bytes, signature: bytes) -> bool:
+            checked.append(signer)
+            return super().verify(signer, message, signature)
+
+    commit = replace(good_commit(), certificate=Certificate(votes=good_commit().certificate.votes[:1]))
+    with pytest.raises(InvalidCommit, match="are needed"):
+        verify_commit(STATE, RULES, commit, Counting("verifier"))
+    assert checked == [commit.roster.sender]
 
 
 def test_a_commit_of_another_place() -> None:
