@@ -328,7 +328,9 @@ class PeerMachine:
         except wire.WireError as error:
             self._misbehaved(signed.sender, str(error))
             return
-        if not isinstance(inner.message, Roster) or wire.roster_id(inner) != message.hash:
+        # A roster's name binds its body, not its signature: unverified, a damaged copy would take the good one's place.
+        genuine = isinstance(inner.message, Roster) and wire.roster_id(inner) == message.hash
+        if not genuine or not wire.verify(self.keyring, inner):
             self._misbehaved(signed.sender, f"answered {message.hash.hex()[:16]} with other content")
         elif inner.message.base == self.state.base:
             self.round.on_roster(inner)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from chain_samples import CheapKeyring, make_rules, peers
+from chain_samples import CheapKeyring, make_rules, peers, sign_ready, sign_roster
 
 from protocol import chain, wire
 from protocol.chain import ChainState
@@ -33,7 +35,7 @@ from protocol.events import (
     TrainerProgress,
 )
 from protocol.journal import decode_journal
-from protocol.messages import Commit, Fetch, Heartbeat, Join, Leave, PartHeader, Ready, Vote
+from protocol.messages import Commit, Fetch, Have, Heartbeat, Join, Leave, PartHeader, Ready, Roster, Signed, Vote
 from protocol.names import Base, PeerId, digest
 from protocol.peer import PeerMachine
 from protocol.rules import Rules
@@ -339,6 +341,27 @@ def test_a_message_signed_by_somebody_else_is_laid_to_its_carrier() -> None:
     assert isinstance(named, Misbehaved)
     assert named.peer == "Mallory"
     assert not peer.round.assembly.joins
+
+
+def test_a_damaged_copy_of_a_roster_does_not_take_its_place() -> None:
+    """A roster is named by its body alone: a copy with another signature is refused, and the good one is not."""
+    rules = make_rules(THREE)
+    state = chain.genesis(rules)
+    roster = sign_roster(state, rules, [sign_ready(state, rules, peer) for peer in THREE])
+    follower = machine("Newcomer", rules)
+    follower.round.want_roster(wire.roster_id(roster), THREE[0])
+
+    def answer(content: Signed[Roster]) -> list[Effect]:
+        have = Have(hash=wire.roster_id(roster), content=wire.encode(content))
+        data = wire.encode(wire.sign(CheapKeyring(THREE[1]), THREE[1], have))
+        return follower.handle(Received(data=data, from_peer=THREE[1]), 0.0)
+
+    (named,) = of_kind(answer(replace(roster, signature=bytes(32))), Misbehaved)
+    assert isinstance(named, Misbehaved)
+    assert named.peer == THREE[1]
+    assert follower.round.candidates == {}
+    assert of_kind(answer(roster), Misbehaved) == []
+    assert follower.round.candidates[wire.roster_id(roster)].problem is None
 
 
 def test_the_reason_is_never_empty() -> None:
