@@ -153,8 +153,7 @@ def _free_port() -> int:
 
 def _check_ports(operator: OperatorSettings, listen: list[Address]) -> None:
     for address in listen:
-        if address.port:
-            check_can_listen(address)
+        check_can_listen(address)
     if operator.data_port:
         if any(address.port == operator.data_port for address in listen):
             raise OperatorError(
