@@ -28,7 +28,10 @@ MAX_DEPTH = 3
 """Edges from a tree's root to its deepest READY."""
 
 MAX_FAN = 64
-"""Children of a node. So a flat plan has at most 65 READYs."""
+"""Children of a node."""
+
+FLAT_MAX = MAX_FAN + 1
+"""READYs of a flat plan. A roster with so many is full: it leaves nobody out."""
 
 SHARE_MAX = 2**32
 

@@ -14,6 +14,7 @@ from protocol.ballots import Ballots
 from protocol.candidates import roots_of
 from protocol.chain import ChainState
 from protocol.events import Alarm, Apply, Freeze, Frozen, HeaderDraft, HeaderSigned, StartExchange
+from protocol.fields import MAX_EDGES
 from protocol.journal import Journal
 from protocol.leading import Leader
 from protocol.messages import Commit, Join, PartHeader, Ready, Roster, Signed, Vote
@@ -129,7 +130,7 @@ class Round(Record):
             units_wanted=event.units_wanted,
             upload_limit_bytes=self.standing.upload_limit_bytes,
             download_limit_bytes=self.standing.download_limit_bytes,
-            failed_edges=self.standing.failed_edges,
+            failed_edges=self.standing.failed_edges[:MAX_EDGES],
         )
         if self.my_ready is None or (ready.contributes and not self.my_ready.message.contributes):
             self._send_ready(ready)

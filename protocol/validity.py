@@ -17,7 +17,7 @@ from protocol.commits import check_certificate, check_headers
 from protocol.leases import count, covers
 from protocol.messages import Join, Leave, PartHeader, Proposal, Ready, Roster, Signed
 from protocol.names import Base, Digest, Keyring, PeerId
-from protocol.planning import check_plan, contributing_of
+from protocol.planning import FLAT_MAX, check_plan, contributing_of
 from protocol.rules import Rules
 from protocol.weights import RosterWeights, check_runs, enough
 from protocol.wire import roster_id, verify
@@ -160,6 +160,8 @@ def _check_people(state: ChainState, rules: Rules, roster: Roster, keyring: Keyr
 
 
 def _check_omissions(roster: Roster, held: Collection[PeerId]) -> str | None:
+    if len(roster.readys) >= FLAT_MAX:
+        return None
     present = {ready.sender for ready in roster.readys} | {leave.sender for leave in roster.leaves}
     for peer in sorted(held):
         if peer not in present:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chain_samples import CheapKeyring, make_rules, peers
 
-from protocol import chain, validity, wire
+from protocol import chain, planning, validity, wire
 from protocol.assembly import Assembly, Pace, absent_after
 from protocol.messages import Join, Leave, Ready, Signed
 from protocol.names import PeerId
@@ -105,6 +105,27 @@ def test_too_few_contributors_make_a_roster_without_parts_only_for_joins() -> No
     leader = chain.coordinator(STATE, 0)
     signed = wire.sign(CheapKeyring(leader), leader, roster)
     assert validity.check_roster(STATE, rules, signed, CheapKeyring("voter")) is None
+
+
+def test_a_full_roster_leaves_nobody_out() -> None:
+    """More are ready than one roster holds: the electors are in it, and no voter takes the others for left out."""
+    many = peers(70)
+    rules = make_rules(many)
+    state = chain.genesis(rules)
+    assembly = Assembly(state=state, rules=rules)
+    for sender in many:
+        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1)
+        assembly.add_ready(wire.sign(CheapKeyring(sender), sender, message), 0.0)
+    roster = assembly.roster(attempt=0, leaves={}, absent=())
+    assert roster is not None
+    inside = [entry.sender for entry in roster.readys]
+    assert len(inside) == planning.FLAT_MAX
+    assert set(state.electors) <= set(inside)
+    leader = chain.coordinator(state, 0)
+    signed = wire.sign(CheapKeyring(leader), leader, roster)
+    held = set(many) - set(inside)
+    keyring = CheapKeyring("voter")
+    assert validity.check_roster(state, rules, signed, keyring, held_readys_longer_than_grace=held) is None
 
 
 @pytest.mark.parametrize("joins", [False, True])
