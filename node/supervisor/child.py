@@ -89,7 +89,9 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """To the child alone; nothing happens when it is gone."""
         if self.process is not None:
-            self.process.send_signal(number)
+            # Not `Popen.send_signal`: of a child that has just ended it takes the exit status, which `exited` then
+            # misses. Until it is reaped, the process id is nobody else's.
+            os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
         """SIGKILL to the child and to everything it started in its session."""

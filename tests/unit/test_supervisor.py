@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from node.errors import OperatorError
 from node.home import Home
 from node.memory import available_memory, disk_shortage, human, memory_shortage, total_memory
 from node.supervisor import lock, segments
+from node.supervisor.child import Child
 from node.supervisor.output import MAX_LINE_BYTES, BoundedLog, PipeReader, Terminal
 from node.supervisor.segments import NotEnoughMemory, allocate
 
@@ -165,3 +167,14 @@ def test_shortages_read_like_help(tmp_path: Path) -> None:
         "3.0 MiB",
         "5.0 GiB",
     ]
+
+
+@pytest.mark.slow
+def test_a_signal_does_not_take_the_exit_status_of_a_child_that_has_just_ended() -> None:
+    child = Child(name="trainer", command=("false",))
+    child.start(0.0, link_type=None)
+    assert child.process is not None
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    child.signal(signal.SIGTERM)
+    assert child.exited()
+    assert child.reap() == 1
