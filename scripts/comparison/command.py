@@ -113,14 +113,14 @@ def compare(
     curves, evaluated = in_processes(options, place, console)
     manifest = run.manifest
     batch = manifest.inner.batch_sequences
-    rounds = [one for one in done.rounds if one.number in losses]
+    before = [one for one in done.rounds[:-1] if one.number in losses]
     swarm = Series(
         name=SWARM,
-        tokens=(0, *(one.tokens_total for one in rounds[:-1]), done.rounds[-1].tokens_total),
-        losses=(evaluated.initial, *(losses[one.number] for one in rounds[:-1]), evaluated.final),
+        tokens=(0, *(one.tokens_total for one in before), done.rounds[-1].tokens_total),
+        losses=(evaluated.initial, *(losses[one.number] for one in before), evaluated.final),
         inner_steps=curves[DILOCO].steps,
         batch_sequences=batch,
-        seconds=swarm_seconds if swarm_seconds is not None else sum(losses_seconds(place)),
+        seconds=swarm_seconds if swarm_seconds is not None else sum(round_seconds(place)),
     )
     reference = curves[DILOCO].losses[-1]
     coded = curves.get(CODED)
@@ -171,7 +171,7 @@ def validation_losses(place: Path, nodes: int) -> dict[int, float]:
     return losses
 
 
-def losses_seconds(place: Path) -> list[float]:
+def round_seconds(place: Path) -> list[float]:
     """Of each round, as the first node saw it."""
     return [one.seconds for status in last_statuses(place, 1) for one in status.history]
 
@@ -190,12 +190,11 @@ def last_statuses(place: Path, nodes: int) -> list[Status]:
 def in_processes(
     options: argparse.Namespace, place: Path, console: Console
 ) -> tuple[dict[str, training.Curve], Evaluated]:
-    """All other trainings, side by side in processes of their own, as many at once as there are cores."""
+    """All other trainings, side by side in processes of their own, as the nodes were."""
     names = [DILOCO, *([CODED] if options.codec else []), WIDE, NARROW]
     home = str(work.home_of(place).path)
-    workers = max(1, min(len(names), (os.cpu_count() or 1) // options.threads))
     curves: dict[str, training.Curve] = {}
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(names), mp_context=get_context("spawn")) as pool:
         trainings = {pool.submit(jobs.train, home, name, options.device, options.threads): name for name in names}
         evaluation = pool.submit(jobs.evaluate, home, options.device, options.threads)
         for future in as_completed(trainings, timeout=TIME_LIMIT_S):
