@@ -128,11 +128,11 @@ class Assembly:
             peers = sorted(self.readys)
         if sum(peer in self.state.electors for peer in peers) < self.quorum:
             return None
-        if len(peers) > planning.FLAT_MAX:
+        if len(peers) > planning.ROSTER_MAX:
             # Electors first: without a quorum of them there is no roster at all. The others by turns.
             prev = self.state.base.prev
             peers.sort(key=lambda peer: (peer not in self.state.electors, chain.elector_key(prev, peer)))
-            peers = sorted(peers[: planning.FLAT_MAX])
+            peers = sorted(peers[: planning.ROSTER_MAX])
         common = Roster(
             base=self.state.base,
             attempt=attempt,

@@ -74,7 +74,7 @@ class Judge:
     def left_out(self, candidate: Candidate) -> tuple[Signed[Ready], ...]:
         """READYs that I had held for longer than the grace period when the roster first reached me."""
         record = self.record
-        if record.attempt >= validity.TRUSTING_ATTEMPT or len(candidate.roster.readys) >= planning.FLAT_MAX:
+        if record.attempt >= validity.TRUSTING_ATTEMPT or len(candidate.roster.readys) >= planning.ROSTER_MAX:
             return ()
         inside = {ready.sender for ready in candidate.roster.readys}
         inside.update(leave.sender for leave in candidate.roster.leaves)

@@ -30,8 +30,9 @@ MAX_DEPTH = 3
 MAX_FAN = 64
 """Children of a node."""
 
-FLAT_MAX = MAX_FAN + 1
-"""READYs of a flat plan. A roster with so many is full: it leaves nobody out."""
+ROSTER_MAX = 64
+"""READYs of a roster; one with so many is full and leaves nobody out. Daemon and engine hand bitmaps to each other as
+64-bit integers, and a flat plan has one level: more peers need grouped plans and wider bitmaps."""
 
 SHARE_MAX = 2**32
 

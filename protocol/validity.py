@@ -17,7 +17,7 @@ from protocol.commits import check_certificate, check_headers
 from protocol.leases import count, covers
 from protocol.messages import Join, Leave, PartHeader, Proposal, Ready, Roster, Signed
 from protocol.names import Base, Digest, Keyring, PeerId
-from protocol.planning import FLAT_MAX, check_plan, contributing_of
+from protocol.planning import ROSTER_MAX, check_plan, contributing_of
 from protocol.rules import Rules
 from protocol.weights import RosterWeights, check_runs, enough
 from protocol.wire import roster_id, verify
@@ -135,6 +135,8 @@ def check_roster(
 
 def _check_people(state: ChainState, rules: Rules, roster: Roster, keyring: Keyring) -> str | None:
     senders = [signed.sender for signed in roster.readys]
+    if len(senders) > ROSTER_MAX:
+        return f"the roster has {len(senders)} READYs, more than {ROSTER_MAX}"
     if any(first >= second for first, second in pairwise(senders)):
         return "the roster's READYs are not in ascending order of peer id"
     electors = len(set(senders).intersection(state.electors))
@@ -160,7 +162,7 @@ def _check_people(state: ChainState, rules: Rules, roster: Roster, keyring: Keyr
 
 
 def _check_omissions(roster: Roster, held: Collection[PeerId]) -> str | None:
-    if len(roster.readys) >= FLAT_MAX:
+    if len(roster.readys) >= ROSTER_MAX:
         return None
     present = {ready.sender for ready in roster.readys} | {leave.sender for leave in roster.leaves}
     for peer in sorted(held):

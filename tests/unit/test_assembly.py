@@ -119,7 +119,7 @@ def test_a_full_roster_leaves_nobody_out() -> None:
     roster = assembly.roster(attempt=0, leaves={}, absent=())
     assert roster is not None
     inside = [entry.sender for entry in roster.readys]
-    assert len(inside) == planning.FLAT_MAX
+    assert len(inside) == planning.ROSTER_MAX
     assert set(state.electors) <= set(inside)
     leader = chain.coordinator(state, 0)
     signed = wire.sign(CheapKeyring(leader), leader, roster)

@@ -42,6 +42,7 @@ from protocol.messages import (
     Vote,
 )
 from protocol.names import Digest, PeerId, digest
+from protocol.planning import ROSTER_MAX
 from protocol.rules import Quorum, Rules
 from protocol.validity import check_join, check_leave, check_proposal, check_ready, check_roster, token_limit
 
@@ -226,6 +227,16 @@ BAD_ROSTERS = bad_rosters()
 def test_a_bad_roster(name: str) -> None:
     roster, why = BAD_ROSTERS[name]
     assert why in (check_roster(STATE, RULES, roster, KEYRING) or "accepted")
+
+
+def test_a_roster_of_too_many_is_refused() -> None:
+    many = peers(ROSTER_MAX + 1)
+    rules = make_rules(many)
+    state = chain.genesis(rules)
+    readys = [sign_ready(state, rules, peer) for peer in many]
+    for count, expected in ((ROSTER_MAX, None), (ROSTER_MAX + 1, "the roster has 65 READYs, more than 64")):
+        roster = sign_roster(state, rules, readys[:count])
+        assert check_roster(state, rules, roster, KEYRING) == expected
 
 
 def test_a_roster_without_parts_applies_joins() -> None:
