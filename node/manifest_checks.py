@@ -29,7 +29,8 @@ from node.manifest import (
 from protocol.layout import ALIGNMENT, align
 
 MAX_ELEMENTS = 1 << 38
-MAX_PARTS = 1 << 20
+MAX_PARTS = 1 << 14
+"""A PROPOSAL or commit names a signed header of some 220 bytes for each part, and travels in one frame of 4 MiB."""
 MAX_ARTIFACTS = 64
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TOKENS_BYTES = 1 << 36

@@ -188,7 +188,13 @@ class Link:
 
     def send(self, data: bytes, replaces: str | None = None) -> None:
         """Queue a datagram of less than 4 MiB; never blocks. One still queued under the same `replaces` gives way."""
-        dropped = self._outbox.put_datagram(encode_frame(Datagram(data)), replaces)
+        try:
+            frame = encode_frame(Datagram(data))
+        except ValueError:
+            # What peers put into a roster adds up: a message that nobody can receive must not end this node.
+            self._owner.counts["datagrams too large to be sent"] += 1
+            return
+        dropped = self._outbox.put_datagram(frame, replaces)
         self.dropped_datagrams += dropped
         if dropped:
             self._owner.counts["datagrams dropped for a slow peer"] += dropped

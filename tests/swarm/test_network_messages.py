@@ -85,6 +85,18 @@ def test_a_slow_peer_blocks_nobody_and_what_is_dropped_is_counted(tmp_path: Path
     run(main)
 
 
+def test_a_message_too_large_for_a_frame_is_counted_and_ends_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path) as some:
+            one, other = await two(some)
+            one.network.send(None, bytes(5 << 20))
+            one.network.send(None, b"vote")
+            assert (await other.network.inbox.receive())[1] == b"vote"
+            assert one.network.problems()["datagrams too large to be sent"] == 1
+
+    run(main)
+
+
 def test_a_flooding_peer_displaces_only_its_own_messages(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path) as some:
