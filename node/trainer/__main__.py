@@ -6,6 +6,7 @@ says why.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import signal
 import sys
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="trainer: %(message)s")
     signal.signal(signal.SIGTERM, _end)
+    _import_models()
     try:
         swarm = node.attach(name="atoll trainer", wait_s=DAEMON_WAIT_S)
     except (NoDaemon, AttachRefused) as error:
@@ -38,6 +40,11 @@ def main() -> int:
         return EXIT_AGAIN
     with swarm:
         return _train(swarm)
+
+
+def _import_models() -> None:
+    """Seconds of imports that building nearly any model needs, before the Welcome: after it, commits wait for us."""
+    importlib.import_module("transformers.models.llama.modeling_llama")
 
 
 def _train(swarm: Swarm) -> int:
