@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from daemons import LISTEN_S, PATIENCE, Daemon, atoll, command, daemons, environment, wait_counted
 
@@ -21,8 +22,8 @@ SMALL_PROCESSES_BYTES = 240e6
 ANY = "/ip4/127.0.0.1/tcp/0"
 
 
-def seconds_to_listening(node: Daemon, *arguments: str) -> float:
-    """From the command to its line "listening on ADDRESS"."""
+def seconds_to_listening(node: Daemon, *arguments: str) -> tuple[float, float]:
+    """From the command to its line "listening on ADDRESS": by the clock, and of processor time."""
     started_s = time.monotonic()
     process = subprocess.Popen(
         command("daemon", "--home", str(node.home.path), "--listen", ANY, *arguments),
@@ -36,12 +37,14 @@ def seconds_to_listening(node: Daemon, *arguments: str) -> float:
         assert process.stdout is not None
         line = process.stdout.readline()
         seconds = time.monotonic() - started_s
+        supervisor = psutil.Process(process.pid)
+        processor_s = sum(sum(one.cpu_times()[:2]) for one in (supervisor, *supervisor.children()))
         assert line.startswith("listening on /ip4/127.0.0.1/tcp/"), line
     finally:
         process.terminate()
         process.communicate(timeout=LISTEN_S)
     assert process.returncode == 0
-    return seconds
+    return seconds, processor_s
 
 
 def test_listening_within_three_seconds(tmp_path: Path, record_property: pytest.RecordProperty) -> None:
@@ -50,10 +53,11 @@ def test_listening_within_three_seconds(tmp_path: Path, record_property: pytest.
         node = make("node")
         assert atoll("run", "create", "micro", "--home", str(node.home.path), timeout_s=120).returncode == 0
         arguments = ("--run", "micro", "--no-trainer")
-        seconds = [seconds_to_listening(node, *arguments) for _ in range(3)]
-        record_property("seconds_to_listening", seconds)
-        sys.stdout.write(f"\nlistening after {', '.join(f'{one:.2f}' for one in seconds)} s\n")
-        assert min(seconds) <= LISTENING_S
+        taken = [seconds_to_listening(node, *arguments) for _ in range(3)]
+        record_property("seconds_to_listening", taken)
+        words = ", ".join(f"{seconds:.2f} s ({processor_s:.2f} s of a processor)" for seconds, processor_s in taken)
+        sys.stdout.write(f"\nlistening after {words}\n")
+        assert min(seconds for seconds, _ in taken) <= LISTENING_S
 
 
 def test_supervisor_and_daemon_are_small(tmp_path: Path, record_property: pytest.RecordProperty) -> None:

@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import pytest
-from daemons import COMMAND_S, PATIENCE, atoll, command, daemons, environment
+from daemons import COMMAND_S, PATIENCE, atoll, daemons
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
@@ -53,6 +55,48 @@ def judge(code: int, stdout: str, stderr: str, seconds: float, within_s: float, 
 def home(tmp_path: Path) -> Iterator[str]:
     with daemons(tmp_path) as make:
         yield str(make("home").home.path)
+
+
+@dataclass(kw_only=True)
+class Joiner:
+    """A daemon that was sent to an address where no run is."""
+
+    address: str
+    why: str
+    code: int = -1
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0
+
+    def join(self, home: Path) -> None:
+        started_s = time.monotonic()
+        done = atoll("daemon", "--home", str(home), "--listen", ANY, "--join", self.address, timeout_s=2 * JOIN_S)
+        self.seconds = time.monotonic() - started_s
+        self.code, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def joiners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], list[Joiner]]]:
+    """Both wait for 30 s beside the other tests of this module: a refused connection, and one that nobody answers."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.socket() as closed,
+        ThreadPoolExecutor(max_workers=2) as threads,
+    ):
+        closed.bind(("127.0.0.1", 0))
+        made = [
+            Joiner(address=f"/ip4/127.0.0.1/tcp/{one.getsockname()[1]}/p2p/{NOBODY}", why=why)
+            for one, why in ((closed, "refused"), (silent, "handshake"))
+        ]
+        homes = tmp_path_factory.mktemp("joiners")
+        waiting = [threads.submit(one.join, homes / str(index)) for index, one in enumerate(made)]
+
+        def joined() -> list[Joiner]:
+            for one in waiting:
+                one.result()
+            return made
+
+        yield joined
 
 
 # ---------------------------------------------------------------- the run's definition
@@ -98,29 +142,6 @@ def test_no_run_at_all(home: str) -> None:
 )
 def test_a_bad_address(home: str, address: str, names: tuple[str, ...]) -> None:
     refused("--home", home, "--join", address, names=names)
-
-
-def test_nobody_and_somebody_else_at_the_address(tmp_path: Path) -> None:
-    """A refused connection and one that is taken but never answered; both at once, since both take their time."""
-    with daemons(tmp_path) as make, socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        addresses = [f"/ip4/127.0.0.1/tcp/{one.getsockname()[1]}/p2p/{NOBODY}" for one in (closed, silent)]
-        started_s = time.monotonic()
-        nodes = [make(f"node-{index}") for index in range(2)]
-        starts = [
-            subprocess.Popen(
-                command("daemon", "--home", str(node.home.path), "--listen", ANY, "--join", address),
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for node, address in zip(nodes, addresses, strict=True)
-        ]
-        for start, address, why in zip(starts, addresses, ("refused", ""), strict=True):
-            stdout, stderr = start.communicate(timeout=JOIN_S)
-            seconds = time.monotonic() - started_s
-            judge(start.returncode, stdout, stderr, seconds, JOIN_S, (address, "30 s", "atoll id", why))
 
 
 @pytest.mark.parametrize(
@@ -184,3 +205,8 @@ def test_too_little_disk(tmp_path: Path) -> None:
         refused("--home", str(home), "--run", "micro", within_s=3 * QUICK_S, names=(str(home), "disk"))
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_nobody_and_somebody_else_at_the_address(joiners: Callable[[], list[Joiner]]) -> None:
+    for one in joiners():
+        judge(one.code, one.stdout, one.stderr, one.seconds, JOIN_S, (one.address, "30 s", "atoll id", one.why))
