@@ -18,6 +18,8 @@ log = structlog.get_logger()
 
 EXIT_OPERATOR = 2
 EXIT_FALLEN = 3
+"""An alarm of the protocol: the supervisor ends too, and keeps the home for a report."""
+EXIT_ALONE = 1
 
 
 def main() -> int:
@@ -27,7 +29,7 @@ def main() -> int:
     try:
         trio.run(run_node, settings, strict_exception_groups=True)
     except* SupervisorGone:  # may also be what the others' end has cut short: they decide
-        return_code = EXIT_FALLEN
+        return_code = EXIT_ALONE
     except* Fallen as group:
         for error in _leaves(group):
             log.critical("the node stops", why=str(error))

@@ -24,6 +24,8 @@ from node.supervisor.segments import NotEnoughMemory
 EXIT_FINISHED = 0
 EXIT_GAVE_UP = 1
 EXIT_OPERATOR_ERROR = 2
+EXIT_FALLEN = 3
+"""The daemon found what it must not go on from; starting it again would change nothing."""
 
 
 class Supervisor:
@@ -223,6 +225,10 @@ class Supervisor:
             self._finish(EXIT_OPERATOR_ERROR)
         elif code == EXIT_FINISHED or not self._daemon.wanted:
             self._finish(EXIT_FINISHED)
+        elif code == EXIT_FALLEN:
+            words = self._daemon.last_words or describe_exit(code)
+            self._note(f"the node has stopped and is not started again ({words:.400}); see {self._log.path}")
+            self._finish(EXIT_FALLEN)
         elif not self._listened and self._daemon.starts >= self._patience.failed_starts:
             words = self._daemon.last_words or describe_exit(code)
             self._note(

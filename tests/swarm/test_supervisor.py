@@ -227,6 +227,13 @@ def test_a_daemon_that_never_listens_is_given_up(home: Home, started: list[Super
     assert "the daemon died 2 times before it listened (no libp2p here)" in node.process.stderr.read()
 
 
+def test_a_daemon_that_fell_is_not_started_again(home: Home, started: list[Supervised]) -> None:
+    node = Supervised(home, "fall")
+    started.append(node)
+    assert node.process.wait(DEADLINE_S) == 3
+    assert "is not started again (round 7 has two decisions)" in node.process.stderr.read()
+
+
 def test_nobody_can_delay_the_end(home: Home, started: list[Supervised]) -> None:
     node = Supervised(home, "stubborn", trainer="patient", leave_s=0.5, end_s=0.5, total_s=1.0)
     started.append(node)

@@ -82,4 +82,7 @@ async def follow(client: SupervisorClient) -> None:
 
 if sys.argv[1] == "crash":
     sys.exit("no libp2p here")
+if sys.argv[1] == "fall":
+    sys.stderr.write("round 7 has two decisions\n")
+    sys.exit(3)
 sys.exit(trio.run(run, sys.argv[1]))
