@@ -86,7 +86,7 @@ def joiners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], l
         closed.bind(("127.0.0.1", 0))
         made = [
             Joiner(address=f"/ip4/127.0.0.1/tcp/{one.getsockname()[1]}/p2p/{NOBODY}", why=why)
-            for one, why in ((closed, "refused"), (silent, "handshake"))
+            for one, why in ((closed, "refused"), (silent, "no answer"))
         ]
         homes = tmp_path_factory.mktemp("joiners")
         waiting = [threads.submit(one.join, homes / str(index)) for index, one in enumerate(made)]
