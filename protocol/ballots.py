@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from protocol import chain
-from protocol.fields import MAX_EDGES
+from protocol.fields import MAX_EDGES, MAX_LEFT_OUT
 from protocol.judging import Judge
 from protocol.messages import NIL, Certificate, Ready, Signed, Vote
 from protocol.names import Digest
 from protocol.record import Record
 from protocol.standing import Stopwatch
 from protocol.votes import ATTEMPTS_KEPT, PHASES, Lock
-
-LEFT_OUT_SHOWN = 4
-"""READYs attached to a NIL at most: one is enough to say why, and a vote has to stay small."""
 
 
 class Ballots:
@@ -111,7 +108,7 @@ class Ballots:
             phase=phase,
             value=value,
             failed_edges=() if value else tuple(sorted(record.unreachable)[:MAX_EDGES]),
-            left_out=left_out[:LEFT_OUT_SHOWN],
+            left_out=left_out[:MAX_LEFT_OUT],
         )
         signed = record.outbox.sign(vote)
         record.my_votes[attempt, phase] = signed

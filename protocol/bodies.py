@@ -15,6 +15,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from protocol.fields import (
     MAX_ATTEMPT,
+    MAX_CERTIFIED_VOTE_BYTES,
     MAX_EDGES,
     MAX_EVIDENCE,
     MAX_LEFT_OUT,
@@ -22,6 +23,7 @@ from protocol.fields import (
     MAX_PARTS,
     MAX_PEERS,
     MAX_RANGES,
+    MAX_READYS,
     WireError,
     bitmap,
     bitmap_bytes,
@@ -68,7 +70,7 @@ MAX_BODY_BYTES: Final[dict[type[object], int]] = {
     Roster: 8 * _MIB,
     PartHeader: _KIB,
     Proposal: 16 * _MIB,
-    Vote: _MIB,
+    Vote: 640 * _KIB,
     Commit: 32 * _MIB,
     Reform: 80 * _KIB,
     ReformVote: 96 * _KIB,
@@ -137,7 +139,10 @@ def _edges(values: Sequence[str]) -> tuple[PeerId, ...]:
 
 
 def _certificate(message: pb.Certificate) -> Certificate:
-    return Certificate(votes=_signed_list(Vote, message.votes, MAX_PEERS, "votes of a certificate"))
+    votes = few(message.votes, MAX_PEERS, "votes of a certificate")
+    if any(len(vote.body) > MAX_CERTIFIED_VOTE_BYTES for vote in votes):
+        raise WireError(f"a vote in a certificate is over {MAX_CERTIFIED_VOTE_BYTES} bytes: it is for no decision")
+    return Certificate(votes=tuple(_signed(Vote, vote) for vote in votes))
 
 
 def _put_certificate(certificate: Certificate) -> pb.Certificate:
@@ -221,7 +226,7 @@ def _shard(message: pb.Shard, readys: int) -> Shard:
 
 
 def _roster(message: pb.Roster) -> Roster:
-    readys = _signed_list(Ready, message.readys, MAX_PEERS, "READYs")
+    readys = _signed_list(Ready, message.readys, MAX_READYS, "READYs")
     plan = None
     if message.HasField("plan"):
         shards = few(message.plan.shards, MAX_PEERS, "shards")

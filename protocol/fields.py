@@ -10,12 +10,18 @@ from typing import Final, TypeVar
 from protocol.names import DIGEST_BYTES, Digest, PeerId
 
 MAX_PEERS: Final = 1024
-"""READYs, joins or leaves of a roster, members of a reform."""
+"""Joins or leaves of a roster, members of a reform."""
+MAX_READYS: Final = 64
+"""READYs of a roster: each may hold thousands of ranges, and whoever may send me a message has me parse them all.
+Daemon and engine hand bitmaps to each other as 64-bit integers, too."""
+MAX_CERTIFIED_VOTE_BYTES: Final = 1024
+"""Body of a vote in a certificate: it is for a decision, and so has no reasons attached."""
 MAX_PARTS: Final = 32_768
 MAX_RANGES: Final = 4096
 """Unit ranges, and token runs, of a READY."""
 MAX_EDGES: Final = 64
-MAX_LEFT_OUT: Final = 64
+MAX_LEFT_OUT: Final = 4
+"""READYs attached to a NIL: one is enough to say why."""
 MAX_LEVELS: Final = 8
 MAX_EVIDENCE: Final = 16
 MAX_COUNT: Final = 1 << 40

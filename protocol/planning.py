@@ -18,6 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 from protocol.codecs import LARGEST_MAGNITUDE, codec
+from protocol.fields import MAX_READYS
 from protocol.messages import Roster
 from protocol.names import Digest, digest
 from protocol.plan import Plan, Shard
@@ -30,9 +31,8 @@ MAX_DEPTH = 3
 MAX_FAN = 64
 """Children of a node."""
 
-ROSTER_MAX = 64
-"""READYs of a roster; one with so many is full and leaves nobody out. Daemon and engine hand bitmaps to each other as
-64-bit integers, and a flat plan has one level: more peers need grouped plans and wider bitmaps."""
+ROSTER_MAX = MAX_READYS
+"""READYs of a roster; one with so many is full and leaves nobody out."""
 
 SHARE_MAX = 2**32
 

@@ -24,9 +24,10 @@ from chain_samples import (
 
 from protocol import chain, wire
 from protocol.bodies import MAX_BODY_BYTES
-from protocol.fields import MAX_ATTEMPT, MAX_COUNT, MAX_EDGES, MAX_PEERS
+from protocol.fields import MAX_ATTEMPT, MAX_COUNT, MAX_EDGES, MAX_LEFT_OUT, MAX_PEERS, MAX_READYS
 from protocol.messages import (
     NIL,
+    Certificate,
     Fetch,
     Have,
     Heartbeat,
@@ -37,6 +38,7 @@ from protocol.messages import (
     Ready,
     Reform,
     ReformVote,
+    Roster,
     Signed,
     UnitRange,
     Vote,
@@ -223,6 +225,28 @@ def test_a_plan_must_fit_its_roster() -> None:
         wire.decode(bad(replace(roster, plan=replace(roster.plan, shards=()))))
     with pytest.raises(wire.WireError):
         wire.decode(bad(replace(roster, absent=0b1000)))
+
+
+def test_nobody_has_to_parse_more_than_a_message_can_need() -> None:
+    """READYs hold thousands of ranges each: how many of them a message may carry is what parsing it may cost."""
+    ready = sign_ready(STATE, RULES, PEERS[0])
+    with pytest.raises(wire.WireError, match="65 READYs are more than 64"):
+        wire.decode(bad(Roster(base=STATE.base, attempt=0, readys=(ready,) * (MAX_READYS + 1))))
+    refusal = Vote(base=STATE.base, attempt=0, phase=1, value=NIL, left_out=(ready,) * MAX_LEFT_OUT)
+    assert wire.decode(bad(refusal)).message == refusal
+    with pytest.raises(wire.WireError, match="READYs left out are more than"):
+        wire.decode(bad(replace(refusal, left_out=(ready,) * (MAX_LEFT_OUT + 1))))
+    certificate = Certificate(votes=(wire.sign(CheapKeyring(ME), ME, refusal),))
+    proposal = Proposal(
+        base=STATE.base,
+        attempt=1,
+        roster_id=digest(b"r"),
+        headers=(),
+        valid_attempt=0,
+        valid_certificate=certificate,
+    )
+    with pytest.raises(wire.WireError, match="a vote in a certificate is over"):
+        wire.decode(bad(proposal))
 
 
 def test_bitmaps_have_one_encoding() -> None:
