@@ -236,7 +236,8 @@ def test_nobody_has_to_parse_more_than_a_message_can_need() -> None:
     assert wire.decode(bad(refusal)).message == refusal
     with pytest.raises(wire.WireError, match="READYs left out are more than"):
         wire.decode(bad(replace(refusal, left_out=(ready,) * (MAX_LEFT_OUT + 1))))
-    certificate = Certificate(votes=(wire.sign(CheapKeyring(ME), ME, refusal),))
+    reasons = replace(refusal, failed_edges=peers(MAX_EDGES))
+    certificate = Certificate(votes=(wire.sign(CheapKeyring(ME), ME, reasons),))
     proposal = Proposal(
         base=STATE.base,
         attempt=1,
