@@ -8,12 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import pytest
-from daemons import COMMAND_S, PATIENCE, atoll, daemons
+from daemons import COMMAND_S, PATIENCE, atoll, command, daemons, environment
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
@@ -191,6 +192,43 @@ def test_too_little_memory_to_create_the_run(home: str) -> None:
         "--home", home, "--run", "micro", "--set", "model.config.hidden_size=65536",
         within_s=3 * QUICK_S, names=("memory needed", "available", "model.config"),
     )  # fmt: skip
+
+
+@contextmanager
+def memory_limit(limit: str) -> Iterator[Path]:
+    """A memory cgroup, of version 1 or 2; its processes are to be gone at the end. Skips where none can be made."""
+    root = Path("/sys/fs/cgroup")
+    parent, name = (root / "memory", "memory.limit_in_bytes") if (root / "memory").is_dir() else (root, "memory.max")
+    group = parent / f"atoll-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here ({error.strerror})")
+    try:
+        try:
+            (group / name).write_text(limit)
+        except OSError as error:
+            pytest.skip(f"no memory limit can be set here ({error.strerror})")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_too_little_memory_for_a_node(home: str) -> None:
+    with memory_limit("500M") as group:
+        inside = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        started_s = time.monotonic()
+        done = subprocess.run(
+            ["sh", "-c", inside, "sh", *command("daemon", "--home", home, "--run", "micro", "--listen", ANY)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        seconds = time.monotonic() - started_s
+        names = ("'micro'", "memory needed", "available", "smaller model")
+        judge(done.returncode, done.stdout, done.stderr, seconds, 3 * QUICK_S, names)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
