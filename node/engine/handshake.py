@@ -26,6 +26,8 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """For TLS and hello together: six round trips of 1.6 s."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_TOKENS = 4096
+MAX_TOKENS_PER_PEER = 8
+"""Unused ones: a peer needs one at a time. Whoever asks for more displaces only its own."""
 MAX_HOST_CHARACTERS = 253
 
 _MAGIC = b"ATL1"
@@ -56,6 +58,9 @@ class TokenBook:
     def add(self, peer_id: str, token: bytes, expires_s: float) -> None:
         now = trio.current_time()
         for old in [key for key, entry in self._tokens.items() if entry.expires_at < now]:
+            del self._tokens[old]
+        own = [key for key, entry in self._tokens.items() if entry.peer_id == peer_id]
+        for old in own[: max(0, len(own) + 1 - MAX_TOKENS_PER_PEER)]:
             del self._tokens[old]
         while len(self._tokens) >= MAX_TOKENS:
             del self._tokens[next(iter(self._tokens))]

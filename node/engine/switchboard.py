@@ -27,6 +27,8 @@ DIAL_ATTEMPTS = 3
 RETRY_DELAY_S = 0.5
 REPLACED_AFTER_S = 5.0
 """New lanes of a peer whose link is older than this mean that it has lost that link: it is replaced, not joined."""
+MAX_LANES_PER_LINK = 4 * LANES
+"""Two groups may meet; more is nobody's honest need."""
 BACKLOG = 512
 
 
@@ -255,6 +257,10 @@ class Switchboard:
             link.close()
             self._forget(link)
             link = None
+        if link is not None and link.lanes >= MAX_LANES_PER_LINK:
+            self._dropped.count("too many lanes of one link", peer_id)
+            self._nursery.start_soon(trio.aclose_forcefully, stream.transport_stream)
+            return
         if link is None:
             link = self._links[peer_id] = Link(peer_id, self._watcher)
             if contact := self._contacts.get(peer_id):

@@ -15,6 +15,7 @@ import trio
 
 from node.engine import handshake, tls
 from node.engine.frames import AskMeta, DownMeta, Header, Kind, UpMeta
+from node.engine.switchboard import MAX_LANES_PER_LINK
 from tests.swarm.engine_lab import LabEngine, Sizes, flat_round, lab
 from tests.swarm.test_engine_downloads import put_artifact
 from tests.swarm.test_engine_faults import Liar
@@ -157,6 +158,21 @@ def test_a_token_is_good_once_and_a_certificate_must_be_the_named_one(tmp_path: 
                 with pytest.raises(handshake.HandshakeFailed, match="refused our token"):
                     await handshake.dial(address, **(again | {"token": bytes([1] * 32)}))  # type: ignore[arg-type]
                 await trio.aclose_forcefully(first.transport_stream)
+
+    trio.run(main)
+
+
+def test_a_link_has_so_many_lanes_and_no_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with lab(tmp_path, 2) as swarm:
+                target, liar = swarm.engines
+                streams = []
+                for number in range(3 * MAX_LANES_PER_LINK // 2):
+                    streams.append(await Liar(swarm, liar).dial(target, token=bytes([number]) * 32))
+                assert (await target.ask.inventory()).connections <= MAX_LANES_PER_LINK
+                for stream in streams:
+                    await trio.aclose_forcefully(stream.transport_stream)
 
     trio.run(main)
 

@@ -25,7 +25,7 @@ from node.engine.frames import (
     unpack_want,
     want_payload_bytes,
 )
-from node.engine.handshake import HandshakeFailed, TokenBook, dial, split_address
+from node.engine.handshake import MAX_TOKENS_PER_PEER, HandshakeFailed, TokenBook, dial, split_address
 from node.engine.strangers import FAIR_TIME_S, MAX_PER_HOST, MAX_TOTAL, Strangers
 from node.errors import StrangerError
 from protocol.codecs import codec
@@ -93,6 +93,20 @@ def test_a_token_opens_each_lane_once_until_it_expires() -> None:
         assert not book.redeem("a", token, 0, 1)
 
     run(main)
+
+
+def test_who_asks_for_many_tokens_displaces_only_its_own() -> None:
+    async def main() -> None:
+        book = TokenBook()
+        book.add("modest", b"m" * 32, 30.0)
+        greedy = [number.to_bytes(32, "big") for number in range(5000)]
+        for token in greedy:
+            book.add("greedy", token, 30.0)
+        assert book.redeem("modest", b"m" * 32, 0, 1)
+        assert not book.redeem("greedy", greedy[-MAX_TOKENS_PER_PEER - 1], 0, 1)
+        assert all(book.redeem("greedy", token, 0, 1) for token in greedy[-MAX_TOKENS_PER_PEER:])
+
+    trio.run(main, clock=trio.testing.MockClock())
 
 
 def test_strangers_are_few_and_the_oldest_gives_way_after_its_fair_time() -> None:
