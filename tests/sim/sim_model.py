@@ -34,13 +34,21 @@ class CheapKeyring:
         return signature == digest(b"cheap", signer.encode(), message)
 
 
-def make_rules(founders: Iterable[PeerId], *, min_peers: int = 1, final_round: int | None = None) -> Rules:
+def make_rules(
+    founders: Iterable[PeerId],
+    *,
+    min_peers: int = 1,
+    final_round: int | None = None,
+    quorum: Quorum = Quorum.MAJORITY,
+    max_electors: int = 64,
+) -> Rules:
     return Rules(
         run=digest(b"simulated run"),
         founders=tuple(founders),
         initial_state_hash=digest(b"state", encode_integer(0)),
-        quorum=Quorum.MAJORITY,
+        quorum=quorum,
         min_peers=min_peers,
+        max_electors=max_electors,
         elements=PARTS * PART_ELEMENTS,
         part_elements=PART_ELEMENTS,
         epoch_units=1000,

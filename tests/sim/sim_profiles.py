@@ -8,6 +8,7 @@ from sim_model import make_rules
 from sim_world import Switches, Weather, World
 
 from protocol.names import PeerId
+from protocol.rules import Quorum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class Profile:
     """How long it lasts."""
     joiners: int = 0
     min_peers: int = 1
+    quorum: Quorum = Quorum.MAJORITY
+    max_electors: int = 64
     within_s: float = 240.0
     """Fair weather after which everyone must have got further together."""
     says: str = ""
@@ -88,6 +91,23 @@ PROFILES: dict[str, Profile] = {
         within_s=400.0,
         says="a round needs two contributors, and a founder alone has to wait for one",
     ),
+    "open": Profile(
+        weather=Weather(loss=0.03, late=0.03, crashes=0.008, crash_in_effects=0.001, leaves=0.002, transfer_loss=0.02),
+        weather_s=60.0,
+        joiners=2,
+        quorum=Quorum.TWO_THIRDS,
+        within_s=400.0,
+        says="an open run: two thirds decide, and electors are admitted a quarter at a time",
+    ),
+    "few": Profile(
+        weather=Weather(
+            delay_s=(0.01, 0.3), loss=0.05, crashes=0.01, isolations=0.2, isolation_crashes=0.1, down_s=(0.5, 8.0)
+        ),
+        weather_s=60.0,
+        max_electors=3,
+        within_s=400.0,
+        says="only three may vote, whoever they are after each commit",
+    ),
 }
 
 
@@ -101,7 +121,12 @@ def build(profile_name: str, seed: int, peers: int, *, switches: Switches | None
     names = peer_names(peers + profile.joiners)
     return World(
         seed=seed,
-        rules=make_rules(names[:peers], min_peers=profile.min_peers),
+        rules=make_rules(
+            names[:peers],
+            min_peers=profile.min_peers,
+            quorum=profile.quorum,
+            max_electors=profile.max_electors,
+        ),
         weather=profile.weather,
         joiners=names[peers:],
         switches=switches,

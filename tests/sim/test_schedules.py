@@ -35,6 +35,10 @@ SHORT = [
     ("small", 1, 8),
     ("pair", 1, 10),
     ("joiners", 1, 8),
+    ("open", 1, 4),
+    ("open", 4, 6),
+    ("few", 4, 4),
+    ("few", 7, 4),
     ("stalling", 1, 8),
     ("stalling", 3, 8),
 ]
