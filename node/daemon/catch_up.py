@@ -20,7 +20,7 @@ from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import apply_request, part_ref
-from node.daemon.store import Store
+from node.daemon.store import Store, StoreError
 from node.daemon.streams import RequestFailed
 from node.errors import AtollError, StrangerError
 from node.manifest import Manifest
@@ -35,6 +35,8 @@ CHAIN_TIMEOUT_S = 30.0
 PARTS_TIMEOUT_S = 60.0
 SNAPSHOT_TIMEOUT_S = 3600.0
 RETRY_S = 2.0
+OTHERS_S = 5.0
+"""How long a node that comes back waits for those it was with."""
 SNAPSHOT_COSTS_ROUNDS = 8
 """A snapshot is 8 bytes a parameter, a round's parts about one: nearer than this, replaying is cheaper."""
 
@@ -59,6 +61,21 @@ class PeerTip:
     tip: rpc.Tip
 
 
+async def is_ahead(network: Network, store: Store, peer: PeerId) -> bool:
+    """Whether `peer` proves that the chain goes on behind this node's newest record."""
+    after = store.state.base
+    request = rpc.ChainRequest(round=after.round, prev=after.prev, lineage=after.lineage)
+    try:
+        answer = await network.request(peer, rpc.CHAIN, rpc.encode(request), timeout_s=CHAIN_TIMEOUT_S)
+        page = rpc.decode(answer, rpc.ChainPage)
+        if page.known and page.records:
+            await trio.to_thread.run_sync(store.check, page.records[0])
+            return True
+    except (RequestFailed, InvalidCommit, StrangerError) as error:
+        log.debug("a peer does not prove that it is ahead", peer=peer, why=str(error))
+    return False
+
+
 class CatchUp:
     """Brings the store's chain and the engine's state to the tip that the connected peers hold."""
 
@@ -80,8 +97,27 @@ class CatchUp:
         self._engine = engine
         self._store = store
         self._observations = observations
+        self._engine_round: int | None = None
+        """Round of the state that the engine holds; None: it holds none that is of use."""
         self._no_help: set[PeerId] = set()
         """Peers whose chain did not bring this node any further, whatever they say of it."""
+
+    async def await_others(self) -> None:
+        """Those who live may have gone on without this node: hear them before it goes on from what it knows itself."""
+        state = self._store.state
+        others = {peer for peer, _ in state.members} - {self._network.peer_id}
+        if state.base.round == 0:
+            return  # founders meet by the protocol's own rule
+        with trio.move_on_after(OTHERS_S):
+            while True:
+                changed = self._network.links_changed()
+                missing = others - self._network.peers.keys()
+                if not missing:
+                    return
+                self._observations.setting_up(
+                    "catching-up", f"waiting up to {OTHERS_S:.0f} s for {len(missing)} members of last time"
+                )
+                await changed.wait()
 
     async def run(self, engine_round: int | None, lineage: Digest | None = None) -> ChainState:
         """`engine_round`: round of the state that the engine holds, None if it holds none. Returns the tip's state.
@@ -90,18 +126,20 @@ class CatchUp:
         branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
         """
         self._no_help.clear()
+        self._engine_round = engine_round
         while True:
             tips = await self._ask_tips()
             try:
                 for tip in self._worth_following(tips, lineage):
-                    followed = await self._extend_chain(tip, may_leave=tip.tip.lineage == lineage)
+                    won = tip.tip.lineage == lineage != self._store.state.base.lineage
+                    followed = await self._extend_chain(tip, may_leave=won)
                     if followed is Followed.ANOTHER_LINEAGE:
-                        engine_round = None
+                        self._engine_round = None
                     if followed is not Followed.NOTHING:
                         break
                     self._no_help.add(tip.peer)
-                engine_round = await self._bring_state(engine_round, tips)
-            except StateUnavailable as error:
+                await self._bring_state(tips)
+            except (StateUnavailable, EngineFailed) as error:
                 self._observations.setting_up("catching-up", str(error))
                 await trio.sleep(RETRY_S)
                 continue
@@ -113,6 +151,7 @@ class CatchUp:
     def _worth_following(self, tips: Sequence[PeerTip], lineage: Digest | None) -> list[PeerTip]:
         """Best first: of the lineage that won; else of whichever more of them are on, and the furthest.
 
+        The lineage that won is followed from however far behind: what was trained here alone since is lost with mine.
         Where none has won, a chain that goes on from mine is mine to follow, whatever its lineage: nodes that died and
         come back together would otherwise find each other on the lineage that those who lived had to leave, and their
         number would undo all that was trained without them. Who cannot help is asked once.
@@ -120,11 +159,16 @@ class CatchUp:
         base = self._store.state.base
         if any(tip.tip.lineage == lineage for tip in tips):
             tips = [tip for tip in tips if tip.tip.lineage == lineage]
+        won = lineage is not None and lineage != base.lineage
         ahead = [
             tip
             for tip in tips
             if tip.peer not in self._no_help
-            and (tip.tip.round > base.round or (tip.tip.round == base.round and tip.tip.lineage != base.lineage))
+            and (
+                tip.tip.round > base.round
+                or (tip.tip.round == base.round and tip.tip.lineage != base.lineage)
+                or (won and tip.tip.lineage == lineage)
+            )
         ]
         followers = Counter(tip.tip.lineage for tip in ahead)
         return sorted(ahead, key=lambda tip: (-followers[tip.tip.lineage], -tip.tip.round))
@@ -169,10 +213,12 @@ class CatchUp:
                     followed = Followed.MINE
                 if not page.more or not page.records:
                     return followed
-        except (RequestFailed, InvalidCommit, StrangerError) as error:
+        except (RequestFailed, InvalidCommit, StrangerError, StoreError) as error:
             log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
             self._observations.count(["chain refused"])
             return followed
+        except OSError as error:
+            raise StateUnavailable(f"the chain cannot be stored ({error.strerror}): free disk") from error
 
     async def _page(self, peer: PeerId, after: Base) -> rpc.ChainPage:
         request = rpc.ChainRequest(round=after.round, prev=after.prev, lineage=after.lineage)
@@ -186,6 +232,14 @@ class CatchUp:
             page = await self._page(tip.peer, place)
             if not page.known:
                 continue
+            place, same = await trio.to_thread.run_sync(self._store.shared, place, page.records)
+            while same == len(page.records):
+                # Nothing is left for a peer whose chain only ends earlier than this one, whatever it says of itself.
+                if not page.more or not page.records:
+                    raise StrangerError(f"{tip.peer} shows no record that is not on this chain too")
+                page = await self._page(tip.peer, place)
+                place, same = await trio.to_thread.run_sync(self._store.shared, place, page.records)
+            page = rpc.ChainPage(known=True, records=page.records[same:], more=page.more)
             await trio.to_thread.run_sync(self._store.switch, place, page.records, tip.tip.state_hash)
             log.error(
                 "this node's lineage lost: its rounds since the branching are discarded",
@@ -200,26 +254,27 @@ class CatchUp:
 
     # ------------------------------------------------------------ state
 
-    async def _bring_state(self, engine_round: int | None, tips: Sequence[PeerTip]) -> int:
-        """Raises `StateUnavailable` with one sentence when no connected peer has what is missing."""
+    async def _bring_state(self, tips: Sequence[PeerTip]) -> None:
+        """Raises `StateUnavailable` with one sentence when no connected peer has what is missing, or `EngineFailed`."""
         target = self._store.state.base.round
         sources = tuple(tip.peer for tip in tips)
-        if engine_round is None:
-            engine_round = await self._load_local()
-        offer = self._best_snapshot(engine_round, target, tips)
-        if offer is not None and (engine_round is None or offer.round - engine_round > SNAPSHOT_COSTS_ROUNDS):
-            engine_round = await self._load_from_peers(offer, tips)
-        if engine_round is None:
-            engine_round = await self._load_initial()
-        if engine_round < target:
-            try:
-                engine_round = await self._replay(engine_round, target, sources)
-            except StateUnavailable:
-                if offer is None or offer.round <= engine_round:
-                    raise
-                engine_round = await self._load_from_peers(offer, tips)
-                engine_round = await self._replay(engine_round, target, sources)
-        return engine_round
+        if self._engine_round is None:
+            self._engine_round = await self._load_local()
+        offer = self._best_snapshot(self._engine_round, target, tips)
+        if offer is not None and (
+            self._engine_round is None or offer.round - self._engine_round > SNAPSHOT_COSTS_ROUNDS
+        ):
+            await self._load_from_peers(offer, tips)
+        if self._engine_round is None:
+            await self._load_initial()
+            self._engine_round = 0
+        try:
+            await self._replay(self._engine_round, target, sources)
+        except StateUnavailable:
+            if offer is None or (self._engine_round is not None and offer.round <= self._engine_round):
+                raise
+            await self._load_from_peers(offer, tips)
+            await self._replay(offer.round, target, sources)
 
     async def _load_local(self) -> int | None:
         """The newest snapshot on this disk that lies on the chain."""
@@ -236,7 +291,7 @@ class CatchUp:
             return snapshot.round
         return None
 
-    async def _load_initial(self) -> int:
+    async def _load_initial(self) -> None:
         artifact = self._manifest.artifacts[self._manifest.initial_state]
         loaded = await self._engine.load_initial(hash=bytes.fromhex(artifact.hash))
         if loaded.state_hash.hex() != self._manifest.initial_state_hash:
@@ -244,7 +299,6 @@ class CatchUp:
                 f"the initial state hashes to {loaded.state_hash.hex()[:16]}, the manifest says "
                 f"{self._manifest.initial_state_hash[:16]}: its creator must make the run anew"
             )
-        return 0
 
     def _best_snapshot(
         self, engine_round: int | None, target: int, tips: Sequence[PeerTip]
@@ -260,7 +314,7 @@ class CatchUp:
         ]
         return max(offers, key=lambda offer: offer.round, default=None)
 
-    async def _load_from_peers(self, offer: rpc.SnapshotOffer, tips: Sequence[PeerTip]) -> int:
+    async def _load_from_peers(self, offer: rpc.SnapshotOffer, tips: Sequence[PeerTip]) -> None:
         sources = tuple(tip.peer for tip in tips if offer in tip.tip.snapshots)
         self._observations.setting_up(
             "catching-up", f"downloading the state of round {offer.round} from {len(sources)} peers"
@@ -269,24 +323,33 @@ class CatchUp:
             await self._engine.fetch_snapshot(
                 round=offer.round, state_hash=offer.state_hash, sources=sources, timeout_s=SNAPSHOT_TIMEOUT_S
             )
+            self._engine_round = None
             await self._engine.load_snapshot(round=offer.round, state_hash=offer.state_hash)
+            self._engine_round = offer.round
         except EngineFailed as error:
             raise StateUnavailable(f"the state of round {offer.round} cannot be had: {error}") from error
         log.info("state downloaded", round=offer.round, sources=len(sources))
-        return offer.round
 
-    async def _replay(self, engine_round: int, target: int, sources: tuple[PeerId, ...]) -> int:
-        """Apply the commits of rounds `engine_round` … `target - 1`, fetching their parts."""
-        for number in range(engine_round, target):
-            commit = await trio.to_thread.run_sync(self._store.commit_at, number)
+    async def _replay(self, first: int, target: int, sources: tuple[PeerId, ...]) -> None:
+        """Apply the commits of rounds `first` … `target - 1`, fetching their parts."""
+        for number in range(first, target):
+            try:
+                commit = await trio.to_thread.run_sync(self._store.commit_at, number)
+            except StoreError as error:
+                raise StateUnavailable(str(error)) from error
             self._observations.setting_up("catching-up", f"replaying round {number} of {target}")
             await self._fetch_parts(commit, number, sources)
             try:
                 applied = await self._engine.apply(apply_request(commit, self._rules, my_index=None, contributed=False))
             except EngineFailed as error:
                 raise StateUnavailable(f"round {number} cannot be replayed: {error}") from error
-            self._store.verify_state(number + 1, applied.state_hash)
-        return target
+            self._engine_round = number + 1
+            try:
+                await trio.to_thread.run_sync(self._store.verify_state, number + 1, applied.state_hash)
+            except (StoreError, OSError) as error:
+                self._engine_round = None
+                self._observations.count(["replayed state refused"])
+                raise StateUnavailable(str(error)) from error
 
     async def _fetch_parts(self, commit: Commit, number: int, sources: tuple[PeerId, ...]) -> None:
         headers = tuple(part_ref(header) for header in commit.headers if header is not None)

@@ -222,6 +222,11 @@ class Store:
             if self._hash_is_open():
                 self._state = _with_hash(self._state, tip_state_hash)
 
+    def check(self, record: bytes) -> None:
+        """Whether a peer's record follows this chain; nothing is kept. Raises `StrangerError` or `InvalidCommit`."""
+        with self._lock:
+            self._verified(self._state, record)
+
     def places(self) -> tuple[Base, ...]:
         """Places of this chain, the newest first, ever further apart, the beginning last.
 
@@ -234,6 +239,30 @@ class Store:
                 places.append(self._entries[-back].after)
                 back = 2 * back if back > 8 else back + 1
             return (*places, genesis(self._rules).base)
+
+    def shared(self, place: Base, records: Sequence[bytes]) -> tuple[Base, int]:
+        """How many of a peer's `records` behind `place` are this chain's too, and the place behind those.
+
+        The first that is another's is verified: it proves that the chain branches there. Raises `StoreError` if `place`
+        is not on the chain here, `StrangerError` or `InvalidCommit`.
+        """
+        with self._lock:
+            position = self._position_after(place.round, place.prev, place.lineage)
+            if position is None:
+                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            state = self._state_behind(position)
+            for count, record in enumerate(records):
+                _, content = self._verified(state, record)
+                if isinstance(content, Commit):
+                    state = self._after_commit(_vouched(state, content.roster.message.base), content)
+                else:
+                    state = reform_state(_vouched(state, content.reform.base), self._rules, content)
+                mine = self._entries[position + count].after if position + count < len(self._entries) else None
+                theirs = state.base
+                if mine is None or (mine.round, mine.prev, mine.lineage) != (theirs.round, theirs.prev, theirs.lineage):
+                    return place, count
+                state, place = _with_hash(state, mine.state_hash), mine
+            return place, len(records)
 
     def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
         """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).

@@ -1,0 +1,216 @@
+"""Catching up with a peer's chain: interrupted anywhere, and with peers that only claim to be ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+import trio
+from chain_samples import KEYRING, make_reform, make_rules, peers, plain_commit, step
+from run_samples import VALID
+
+from node.daemon import rpc
+from node.daemon.answers import Answers
+from node.daemon.catch_up import CatchUp, is_ahead
+from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.network import Network
+from node.daemon.observations import Observations
+from node.daemon.store import Store
+from node.engine import api
+from protocol import chain
+from protocol.chain import ChainState, genesis
+from protocol.names import PeerId
+
+pytestmark = pytest.mark.slow
+
+RULES = make_rules(peers(3), parts=2)
+ROUNDS = 4
+
+
+def states() -> list[ChainState]:
+    found = [genesis(RULES)]
+    for _ in range(ROUNDS):
+        found.append(step(found[-1], RULES, plain_commit(found[-1], RULES)))
+    return found
+
+
+STATES = states()
+
+
+@dataclass
+class Engine:
+    """An outer state of which only the round is kept; the parts of `missing` are to be had at the second asking."""
+
+    missing: set[int] = field(default_factory=set)
+    round: int | None = None
+    applied: list[int] = field(default_factory=list)
+
+    async def inventory(self) -> api.Inventoried:
+        return api.Inventoried(
+            id=1,
+            snapshots=(),
+            part_rounds=(),
+            disk_bytes=0,
+            resident_bytes=0,
+            connections=0,
+            bytes_sent=0,
+            bytes_received=0,
+            dropped={},
+        )
+
+    async def load_initial(self, *, hash: bytes) -> api.StateLoaded:
+        self.round = 0
+        return api.StateLoaded(id=1, state_hash=bytes.fromhex(VALID.initial_state_hash))
+
+    async def fetch_parts(
+        self, *, headers: tuple[api.PartRef, ...], sources: tuple[str, ...], timeout_s: float
+    ) -> api.PartsFetched:
+        assert self.round is not None
+        if self.round in self.missing:
+            self.missing.discard(self.round)
+            return api.PartsFetched(id=1, missing=(0,))
+        return api.PartsFetched(id=1, missing=())
+
+    async def keep_commits(self, *, round: int, hashes: tuple[bytes, ...]) -> api.Done:
+        return api.Done(id=1)
+
+    async def apply(self, request: api.Apply) -> api.Applied:
+        if self.round is None or request.new_round != self.round + 1:
+            raise EngineFailed(f"round {request.new_round} does not follow the state of round {self.round}")
+        self.round += 1
+        self.applied.append(self.round)
+        return api.Applied(id=1, state_hash=STATES[self.round].base.state_hash, counted=(False, False))
+
+
+class OnePeer:
+    """A network of one peer that answers from `store`; `denies`: it says that it knows no place but the beginning."""
+
+    def __init__(self, store: Store, *, denies: bool = False, claims: int = 0, lineage: bytes | None = None) -> None:
+        self.answers = Answers(store)
+        self.peers = {"peer": None}
+        self._denies, self._claims, self._lineage = denies, claims, lineage
+
+    async def request(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if method == rpc.TIP:
+            tip = rpc.decode(await self.answers._tip("me", payload), rpc.Tip)
+            return rpc.encode(
+                msgspec.structs.replace(tip, round=tip.round + self._claims, lineage=self._lineage or tip.lineage)
+            )
+        asked = rpc.decode(payload, rpc.ChainRequest)
+        if self._denies and asked.round > 0:
+            return rpc.encode(rpc.ChainPage(known=False))
+        return await self.answers._chain("me", payload)
+
+
+@pytest.fixture
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Store]]:
+    """Mine, at the beginning, and the peer's, `ROUNDS` further."""
+    monkeypatch.setattr("node.daemon.catch_up.RETRY_S", 0.01)  # in real time, for the disks' threads
+    mine, theirs = Store(tmp_path / "mine", RULES, KEYRING), Store(tmp_path / "theirs", RULES, KEYRING)
+    mine.open()
+    theirs.open()
+    grow(theirs, ROUNDS)
+    yield mine, theirs
+    mine.close()
+    theirs.close()
+
+
+def grow(store: Store, rounds: int) -> None:
+    for before, after in pairwise(STATES[: rounds + 1]):
+        commit = plain_commit(before, RULES)
+        store.append_commit(commit, chain.commit_hash(before, RULES, commit))
+        store.mark_applied(after.base.round, after.base.state_hash)
+
+
+async def catch_up(
+    store: Store, network: OnePeer, engine: Engine, engine_round: int | None, lineage: bytes | None = None
+) -> ChainState:
+    catching = CatchUp(
+        rules=RULES,
+        manifest=VALID,
+        keyring=KEYRING,
+        network=cast(Network, network),
+        engine=cast(EngineClient, engine),
+        store=store,
+        observations=Observations(),
+    )
+    with trio.fail_after(60):
+        return await catching.run(engine_round, lineage)
+
+
+async def _a_part_is_away_for_a_while(stores: tuple[Store, Store]) -> None:
+    mine, theirs = stores
+    engine = Engine(missing={2})
+    state = await catch_up(mine, OnePeer(theirs), engine, None)
+    assert state.base == STATES[ROUNDS].base
+    assert engine.applied == [1, 2, 3, 4], "each round once, in order"
+
+
+def test_a_replay_goes_on_from_where_it_stopped(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_a_part_is_away_for_a_while, stores))
+
+
+async def _claims(stores: tuple[Store, Store]) -> None:
+    mine, theirs = stores
+    assert await is_ahead(cast(Network, OnePeer(theirs)), mine, "peer")
+    grow(mine, ROUNDS)
+    assert not await is_ahead(cast(Network, OnePeer(theirs, claims=9)), mine, "peer")
+    assert not await is_ahead(cast(Network, OnePeer(theirs, denies=True)), mine, "peer")
+
+
+def test_who_is_ahead_shows_a_record_that_follows(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_claims, stores))
+
+
+async def _the_winner_is_behind(stores: tuple[Store, Store]) -> None:
+    """This node went on alone and is far ahead; the others, of whom more are heard, took the other branch."""
+    mine, theirs = stores
+    grow(mine, 2)
+    mine.append_reform(make_reform(mine.state, peers(1)))
+    state = mine.state
+    for _ in range(6):
+        commit = plain_commit(state, RULES)
+        mine.append_commit(commit, chain.commit_hash(state, RULES, commit))
+        state = step(state, RULES, commit)
+        mine.mark_applied(state.base.round, state.base.state_hash)
+    assert mine.state.base.round > theirs.state.base.round
+    engine = Engine(round=mine.state.base.round)
+    state = await catch_up(mine, OnePeer(theirs), engine, engine.round, theirs.state.base.lineage)
+    assert state.base == STATES[ROUNDS].base
+    assert engine.applied == [1, 2, 3, 4], "from a state that both share"
+
+
+def test_the_lineage_that_won_is_followed_also_from_further_ahead(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_the_winner_is_behind, stores))
+
+
+async def _a_shorter_chain_by_another_name(stores: tuple[Store, Store]) -> None:
+    theirs, mine = stores
+    grow(theirs, 2)
+    liar = OnePeer(theirs, lineage=bytes([7]) * 32)
+    await catch_up(mine, liar, Engine(round=ROUNDS), ROUNDS, bytes([7]) * 32)
+    assert mine.state.base == STATES[ROUNDS].base, "nothing of the chain was left"
+
+
+def test_a_shorter_chain_is_no_other_lineage(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_a_shorter_chain_by_another_name, stores))
+
+
+async def _denial(stores: tuple[Store, Store]) -> None:
+    mine, theirs = stores
+    grow(mine, ROUNDS)
+    engine = Engine(round=ROUNDS)
+    state = await catch_up(mine, OnePeer(theirs, denies=True, claims=9), engine, ROUNDS, mine.state.base.lineage)
+    assert state.base == STATES[ROUNDS].base
+    assert engine.applied == []
+    assert [record.round for record in mine.records()] == list(range(ROUNDS)), "nothing of the chain was left"
+
+
+def test_nobody_talks_a_node_out_of_rounds_of_its_own_lineage(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_denial, stores))
