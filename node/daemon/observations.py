@@ -14,6 +14,11 @@ from protocol.messages import Commit
 from protocol.names import PeerId
 from protocol.weights import tokens_of
 
+MAX_MISBEHAVIOURS = 64
+"""Different sentences about strangers' input that are counted one by one: what they say may stand in them."""
+MAX_SENTENCE_CHARACTERS = 200
+OTHER_MISBEHAVIOUR = "other bad input from peers"
+
 
 def counted_bitmap(commit: Commit) -> int:
     """READYs that are in at least one part."""
@@ -56,6 +61,8 @@ class RoundClock:
     """When the stages of the current round were reached, on this node's monotonic clock."""
 
     started_s: float
+    round: int | None = None
+    """None: no round has begun yet."""
     first_ready_s: float | None = None
     roster_s: float | None = None
     last_part_s: float | None = None
@@ -79,6 +86,7 @@ class Observations:
     last_round: LastRound | None = None
     history: deque[HistoryRound] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY_ROUNDS))
     problems: Counter[str] = field(default_factory=Counter)
+    _misbehaviours: set[str] = field(default_factory=set)
     work: WorkStatus = field(default_factory=WorkStatus)
     disk_bytes: int = 0
     rounds_seen: int = 0
@@ -89,6 +97,13 @@ class Observations:
     def setting_up(self, phase: str, reason: str) -> None:
         self.phase = phase
         self.starting = reason
+
+    def began_round(self, number: int) -> None:
+        """Rounds go on from here. Unless this very round was under way, the time before belongs to none."""
+        if self.clock.round != number:
+            self.clock = RoundClock(started_s=trio.current_time(), round=number)
+            self.bytes_sent = self.bytes_received = 0
+            self.excluded_here.clear()
 
     def saw_ready(self) -> None:
         if self.clock.first_ready_s is None:
@@ -137,7 +152,7 @@ class Observations:
         )
         self.history.append(line)
         self.rounds_seen += 1
-        self.clock = RoundClock(started_s=now)
+        self.clock = RoundClock(started_s=now, round=after.base.round)
         self.bytes_sent = self.bytes_received = 0
         self.excluded_here.clear()
         self.round_loss = None
@@ -150,6 +165,16 @@ class Observations:
             if line.round == round_number - 1:
                 values = {name: getattr(line, name) for name in line.__struct_fields__}
                 self.history[index] = HistoryRound(**{**values, "validation_loss": loss})
+
+    def misbehaved(self, why: str) -> bool:
+        """Count a stranger's bad input; whether it is the first of its kind."""
+        why = why[:MAX_SENTENCE_CHARACTERS]
+        if why not in self._misbehaviours:
+            if len(self._misbehaviours) >= MAX_MISBEHAVIOURS:
+                why = OTHER_MISBEHAVIOUR
+            self._misbehaviours.add(why)
+        self.problems[why] += 1
+        return self.problems[why] == 1
 
     def count(self, reasons: Sequence[str]) -> None:
         self.problems.update(reasons)
