@@ -16,6 +16,7 @@ import trio
 
 import node
 from node.daemon import http, rpc
+from node.daemon.addresses import parse_peer_address
 from node.daemon.identity import Identity, hold_identity
 from node.daemon.network import DuplicateIdentity, Network, PeerConnected, PeerDisconnected, PeerRefused, open_network
 from node.daemon.observations import Observations
@@ -168,10 +169,12 @@ async def _obtain_manifest(
             return decode_signed(signed.encode(), identity.verify)
     earlier = bytes.fromhex(settings.resume_run_id) if settings.resume_run_id else None
     observations.setting_up("joining", f"asking {len(settings.join)} addresses for the run's manifest")
+    # Others that find this node meanwhile (of its run of last time, or strangers) do not choose what it joins.
+    named = {parse_peer_address(text).peer_id for text in settings.join}
     refusals: dict[str, str] = {}
     deadline = trio.current_time() + FIRST_PEER_S
     while trio.current_time() < deadline:
-        for peer in list(network.peers):
+        for peer in [one for one in network.peers if run is not None or one in named]:
             try:
                 data = await network.request(peer, rpc.MANIFEST, b"", timeout_s=10.0)
                 signed, manifest = decode_signed(data, identity.verify)
