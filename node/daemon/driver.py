@@ -1,11 +1,12 @@
 """Performs what the state machine decides, in its order, and tells it what happened (`protocol.events`).
 
 One task handles events one at a time; whatever takes long (a transfer, an apply) runs beside it and posts its result,
-so heartbeats never wait for bytes or disks.
+so heartbeats never wait for bytes. The vote journal is waited for: nothing may leave before it is on disk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,8 @@ from functools import partial
 import structlog
 import trio
 
-from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.catch_up import is_ahead
+from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import apply_request, exchange_request, part_ref
@@ -31,6 +33,11 @@ from protocol.rules import Rules
 log = structlog.get_logger()
 
 FETCH_PARTS_S = 30.0
+WAITING_MESSAGES = 256
+"""Messages of peers between the network's inbox, which is fair and bounded, and the machine."""
+DISK_RETRY_S = 2.0
+LEAVE_SPREADS_S = 0.3
+"""For the LEAVE to be written to every peer's connection before it closes."""
 LAST_VALIDATION_S = 60.0
 """How long a node stays, at the end of the run, for its trainer to measure the final state."""
 BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
@@ -87,20 +94,21 @@ class Driver:
         self._observations = observations
         self._max_rounds = max_rounds
         self._on_commit = on_commit
-        self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](4096)
+        # Without bound: what this node's own processes say is never dropped. Peers fill it no further than their share.
+        self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](math.inf)
+        self._room_for_messages = trio.Semaphore(WAITING_MESSAGES)
         self._nursery: trio.Nursery
         self._outcome: Behind | Over | None = None
         self._snapshot_scope = trio.CancelScope()
         self._snapshot_done = trio.Event()
         self._snapshot_done.set()
         self._between_rounds = trio.Event()
+        self._proving = False
+        self._leaving = False
 
     def post(self, event: events.Event | _ApplyDone) -> None:
-        """An event for the machine, from anywhere in the daemon. Dropped when 4,096 wait: the machine re-sends."""
-        try:
-            self._send.send_nowait(event)
-        except trio.WouldBlock:
-            self._observations.count(["event queue full"])
+        """An event for the machine, from anywhere in the daemon."""
+        self._send.send_nowait(event)
 
     async def wait_between_rounds(self) -> None:
         """Until no exchange or vote is under way. The caller sets the deadline."""
@@ -108,6 +116,7 @@ class Driver:
 
     async def run(self) -> Behind | Over:
         """Raises `Fallen` on an alarm of the protocol."""
+        self._observations.began_round(self.machine.state.base.round)
         await self._training.resume(self.machine.state)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -134,7 +143,8 @@ class Driver:
 
     async def _from_network(self) -> None:
         async for peer, data in self._network.inbox:
-            await self._send.send(events.Received(data=data, from_peer=peer))
+            await self._room_for_messages.acquire()
+            self.post(events.Received(data=data, from_peer=peer))
 
     async def _handle(self, event: events.Event | _ApplyDone) -> None:
         if isinstance(event, _ApplyDone):
@@ -142,6 +152,8 @@ class Driver:
             return
         if isinstance(event, events.PartHeld):
             self._observations.saw_part()
+        elif isinstance(event, events.Received):
+            self._room_for_messages.release()
         for effect in self.machine.handle(event, trio.current_time()):
             await self._perform(effect)
 
@@ -150,7 +162,7 @@ class Driver:
             case events.Send():
                 self._network.send(effect.to, effect.data)
             case events.Persist():
-                await trio.to_thread.run_sync(self._store.write_journal, effect.journal)
+                await self._to_disk(partial(self._store.write_journal, effect.journal))
             case events.Freeze():
                 self._nursery.start_soon(self._training.freeze, effect.base, effect.within_s)
             case events.StartExchange():
@@ -175,7 +187,7 @@ class Driver:
             case events.Apply():
                 self._nursery.start_soon(self._apply, effect)
             case events.NewLineage():
-                await trio.to_thread.run_sync(self._store.append_reform, effect.reformed)
+                await self._to_disk(partial(self._store.append_reform, effect.reformed))
                 log.warning(
                     "the electors are gone: this run goes on as a new lineage",
                     round=self.machine.state.base.round,
@@ -183,17 +195,63 @@ class Driver:
                 )
                 self._nursery.start_soon(self._training.rebase, self.machine.state)
             case events.CatchUp():
-                self._outcome = self._outcome or Behind(peer=effect.peer, lineage=effect.lineage)
+                if effect.lineage != self.machine.state.base.lineage:
+                    self._outcome = self._outcome or Behind(peer=effect.peer, lineage=effect.lineage)
+                elif not self._proving:
+                    self._proving = True
+                    self._nursery.start_soon(self._prove_behind, effect)
             case events.Misbehaved():
-                if self._observations.problems[effect.why] == 0:
+                if self._observations.misbehaved(effect.why):
                     log.warning("bad input from a peer", peer=effect.peer, why=effect.why)
-                self._observations.count([effect.why])
             case events.Alarm():
                 raise Fallen(effect.text)
             case events.Finished():
                 self._nursery.start_soon(self._end)
 
     # ------------------------------------------------------------ longer work
+
+    async def _to_disk(self, write: Callable[[], None]) -> None:
+        """Until the disk takes it; training goes on meanwhile (design section 12)."""
+        alarmed = False
+        while True:
+            try:
+                await trio.to_thread.run_sync(write)
+                break
+            except OSError as error:
+                if not alarmed:
+                    log.critical("the disk refuses what must not be forgotten", why=str(error))
+                    self._observations.count(["chain or journal not stored"])
+                alarmed = True
+                self._observations.setting_up(
+                    "paused", f"the chain or the vote journal cannot be written ({error.strerror}): free disk"
+                )
+            await trio.sleep(DISK_RETRY_S)
+        if alarmed:
+            self._observations.starting = None
+
+    async def _prove_behind(self, effect: events.CatchUp) -> None:
+        """A heartbeat is only a claim: no round is left before somebody shows a record that follows this chain."""
+        mine = self.machine.state.base.round
+        records = self._network.membership.records
+        others = [peer for peer in self._network.peers if peer in records and records[peer].round > mine]
+        proven: list[PeerId] = []
+
+        async def ask(peer: PeerId) -> None:
+            if await is_ahead(self._network, self._store, peer):
+                proven.append(peer)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for peer in dict.fromkeys([effect.peer, *others]):
+                nursery.start_soon(ask, peer)
+        self._proving = False
+        if self.machine.state.base.round != mine or self.machine.phase == "applying":
+            return  # the commit that was missing has come meanwhile
+        if proven:
+            self._outcome = self._outcome or Behind(peer=proven[0], lineage=effect.lineage)
+            self.post(events.Tick())
+        else:
+            self._observations.count(["later rounds claimed without proof"])
 
     async def _ask(self, request: Callable[[], object]) -> None:
         """A request whose failure the protocol's own deadlines take care of."""
@@ -242,7 +300,7 @@ class Driver:
         handed_over = await self._training.surrender()
         if not handed_over:
             self._observations.count(["trainer did not hand over in time"])
-        await trio.to_thread.run_sync(self._store.append_commit, effect.commit, effect.commit_hash)
+        await self._to_disk(partial(self._store.append_commit, effect.commit, effect.commit_hash))
         try:
             answer = await self._engine.apply(
                 apply_request(
@@ -252,14 +310,17 @@ class Driver:
         except trio.BrokenResourceError:
             return
         except EngineFailed as error:
-            raise Fallen(f"the engine cannot apply a committed round: {error}") from error
+            log.error("the engine cannot apply a committed round", why=str(error))
+            self._observations.count(["commit not applied"])
+            # Nobody decides this round differently: from the newest good state, as after a crash, until it works.
+            raise EngineGone(f"it cannot apply a committed round: {error}") from error
         self.post(_ApplyDone(effect=effect, answer=answer))
 
     async def _applied(self, done: _ApplyDone) -> None:
         before = self.machine.state
         commit = done.effect.commit
         applied = events.Applied(round=before.base.round + 1, state_hash=done.answer.state_hash)
-        await trio.to_thread.run_sync(self._store.mark_applied, applied.round, applied.state_hash)
+        await self._to_disk(partial(self._store.mark_applied, applied.round, applied.state_hash))
         effects = self.machine.handle(applied, trio.current_time())
         after = self.machine.state
         self._training.settle(done.answer.counted)
@@ -280,8 +341,17 @@ class Driver:
         await self._training.begin(after, counted=done.answer.counted, hard_reset=False)
         for effect in effects:
             await self._perform(effect)
-        if self._max_rounds is not None and self._observations.rounds_seen >= self._max_rounds:
-            self._outcome = self._outcome or Over()
+        enough = self._max_rounds is not None and self._observations.rounds_seen >= self._max_rounds
+        if enough and not self._leaving:
+            self._leaving = True
+            self._nursery.start_soon(self._leave)
+
+    async def _leave(self) -> None:
+        """This node has done its rounds: the others shall not wait for it."""
+        self.post(events.LeaveRequested())
+        await trio.sleep(LEAVE_SPREADS_S)
+        self._outcome = self._outcome or Over()
+        self.post(events.Tick())
 
     async def _after_commit(self, commit: Commit, new_round: int) -> None:
         """Housekeeping that must be over before the next apply."""

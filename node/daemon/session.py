@@ -12,10 +12,11 @@ import structlog
 import trio
 
 from node.daemon import rpc
+from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp
 from node.daemon.contribution import WorkLedger
-from node.daemon.driver import Behind, Driver, Over
+from node.daemon.driver import LEAVE_SPREADS_S, Behind, Driver, Over
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.identity import Identity, create_data_certificate
 from node.daemon.network import Network
@@ -30,6 +31,7 @@ from node.engine import api
 from node.manifest import Manifest, SignedManifest, rules_of
 from node.settings import DaemonSettings
 from protocol import events
+from protocol.chain import ChainState
 from protocol.messages import Commit, PartHeader
 from protocol.names import Base, Digest
 from protocol.peer import PeerMachine
@@ -37,8 +39,6 @@ from protocol.peer import PeerMachine
 ARTIFACT_TIMEOUT_S = 3600.0
 ARTIFACT_RETRY_S = 2.0
 FP32_BYTES = 4
-LEAVE_SPREADS_S = 0.3
-"""For the LEAVE to be written to every peer's connection before it closes."""
 
 log = structlog.get_logger()
 
@@ -81,10 +81,17 @@ class RunSession:
         self._answers = Answers(self.store)
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
+        self._left_state: ChainState | None = None
+        self._met_others = False
 
     @property
     def machine(self) -> PeerMachine | None:
         return self.driver.machine if self.driver is not None else None
+
+    @property
+    def state(self) -> ChainState | None:
+        """Where this node stands; while it catches up, where it stood before."""
+        return self.driver.machine.state if self.driver is not None else self._left_state
 
     async def run(self) -> None:
         """Returns when the run is over for this node. Raises `OperatorError`, `Fallen`."""
@@ -98,6 +105,7 @@ class RunSession:
                 log.error("the engine died: starting over with the next one")
                 self._observations.count(["engine restarted"])
                 self._observations.setting_up("starting", "the engine died and starts again")
+                self._left_state = self.state
                 self.engine = self.driver = self._answers.engine = None
                 if self._training is not None:
                     self._training.engine = None
@@ -110,16 +118,27 @@ class RunSession:
             return
         await driver.wait_between_rounds()
         driver.post(events.LeaveRequested())
-        if self.engine is not None and driver.machine.state.base.round > 0:
-            await self.save_snapshot()
+        if driver.machine.state.base.round > 0:
+            try:
+                await self.save_snapshot()
+            except (EngineFailed, trio.BrokenResourceError) as error:
+                log.warning(
+                    "no snapshot was saved at leaving: the next start replays from an older one", why=str(error)
+                )
         await trio.sleep(LEAVE_SPREADS_S)
 
     async def save_snapshot(self) -> tuple[str, Base]:
-        """A snapshot of the current state on this disk: its path and the state's place in the chain."""
-        assert self.engine is not None
-        assert self.driver is not None
-        base = self.driver.machine.state.base
-        await self.engine.save_snapshot(round=base.round)
+        """A snapshot of the current state on this disk: its path and the state's place in the chain.
+
+        Raises `EngineFailed`, or `EngineGone` while no round goes on.
+        """
+        engine, driver = self.engine, self.driver
+        if engine is None or driver is None:
+            raise EngineGone("the engine is starting, or the node catches up")
+        if driver.machine.phase == "applying":  # the engine may be at the next state already
+            await driver.wait_between_rounds()
+        base = driver.machine.state.base
+        await engine.save_snapshot(round=base.round)
         return str(self._engine_directory / "snapshots" / f"{base.round}-{base.state_hash.hex()}"), base
 
     # ------------------------------------------------------------ engine
@@ -338,7 +357,11 @@ class RunSession:
             store=self.store,
             observations=self._observations,
         )
+        if not self._met_others:
+            self._met_others = True
+            await catch_up.await_others()
         engine_round = None if fresh else await self._resumed_round(engine)
+        await look_for(self.store.state, self._network, self._observations, self.manifest.limits.fork_timeout_s)
         lineage: Digest | None = None
         while True:
             state = await catch_up.run(engine_round, lineage)
@@ -375,20 +398,29 @@ class RunSession:
             assert isinstance(outcome, Behind)
             log.warning("behind the run: catching up", round=machine.state.base.round, peer=outcome.peer)
             engine_round, lineage = machine.state.base.round, outcome.lineage
-            self.driver = None
+            self._left_state, self.driver = machine.state, None
             training.pause("the node is behind the run and catches up")
             await training.surrender()
-            training.discard("the node fell behind and takes the run's state as it is")
 
     async def _resumed_round(self, engine: EngineClient) -> int | None:
-        """The memfds outlived the engine or the daemon: use them when they hold the chain's newest state."""
-        base = self.store.state.base
+        """The memfds outlived the engine or the daemon: use them when they hold the chain's newest state.
+
+        Of a commit that is stored and not yet applied here they hold the state before, or its outer step, begun or
+        done: replaying it finishes that (`api.ResumeState`).
+        """
+        number = self.store.state.base.round
+        state_hash = self.store.state_hash_at(number)
+        if state_hash is None:
+            number -= 1
+            state_hash = self.store.state_hash_at(number)
+        if state_hash is None:
+            return None
         try:
-            await engine.resume_state(round=base.round, state_hash=base.state_hash)
+            await engine.resume_state(round=number, state_hash=state_hash)
         except EngineFailed as error:
             log.info("the state in memory cannot be used", why=str(error))
             return None
-        return base.round
+        return number
 
     def _on_commit(self, commit: Commit, applied: events.Applied) -> None:
         self._publish_tip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import trio
 
 import node
+from node.daemon.engine_client import EngineFailed
 from node.daemon.identity import Identity
 from node.daemon.network import Network
 from node.daemon.observations import Observations
@@ -58,7 +59,10 @@ class StatusView:
         if session is None or session.engine is None or session.machine is None:
             raise OperatorError("this node holds no state yet; wait until `atoll status` shows a round")
         with trio.move_on_after(EXPORT_S):
-            path, base = await session.save_snapshot()
+            try:
+                path, base = await session.save_snapshot()
+            except (EngineFailed, trio.BrokenResourceError) as error:
+                raise OperatorError(f"the engine could not save a snapshot ({error}); try again in a moment") from error
             return ExportPoint(
                 run_id=session.rules.run.hex(), round=base.round, state_hash=base.state_hash.hex(), snapshot=path
             )
@@ -75,7 +79,8 @@ class StatusView:
                 reason = session.trainer_exit or "no trainer is attached: it is starting, or attach one"
         if self.stop_requested.is_set():
             phase, reason = "leaving", "the operator asked this node to stop"
-        base = machine.state.base if machine is not None else None
+        state = session.state if session is not None else None
+        base = state.base if state is not None else None
         progress = self._host.progress
         return Status(
             peer_id=self._identity.peer_id,
@@ -92,8 +97,8 @@ class StatusView:
             lineage=base.lineage.hex() if base is not None else None,
             members=self._members_alive(),
             member_list=self._member_list(),
-            group=tuple(peer for peer, _ in machine.state.members) if machine is not None else (),
-            tokens_total=machine.state.tokens_total if machine is not None else 0,
+            group=tuple(peer for peer, _ in state.members) if state is not None else (),
+            tokens_total=state.tokens_total if state is not None else 0,
             tokens_per_s=seen.tokens_per_s if self._host.attached else 0.0,
             loss=seen.loss,
             validation_loss=seen.validation_loss,

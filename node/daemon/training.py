@@ -13,7 +13,7 @@ import structlog
 import trio
 
 from node.daemon.contribution import WorkLedger
-from node.daemon.engine_client import EngineClient
+from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.identity import Identity
 from node.daemon.observations import Observations
 from node.daemon.trainer_host import Attached, Detached, TrainerHost
@@ -97,6 +97,7 @@ class Training:
         if self._state is not None and self._state.base == state.base:
             await self.rebase(state)
         else:
+            self._discard("this node takes over a state that no commit here led to")
             await self.begin(state, counted=None, hard_reset=True)
 
     async def begin(self, state: ChainState, *, counted: tuple[bool, ...] | None, hard_reset: bool) -> None:
@@ -178,6 +179,8 @@ class Training:
             return wire.Waiting(reason=f"the contribution of round {start.round} is already handed over")
         self._welcomed_round = start.round
         self._hard_reset = False
+        if self._let_go.is_set():
+            self._let_go = trio.Event()  # by the trainer before this one, which has work of its own to hand over
         return wire.Welcome(
             run_id=self._rules.run.hex(),
             peer_id=self._identity.peer_id,
@@ -210,6 +213,7 @@ class Training:
         elif isinstance(event, wire.Loaded):
             self._loaded(fresh=event.fresh)
         elif isinstance(event, Attached):
+            self._forget_progress()
             self._post_progress()
         elif isinstance(event, Detached):
             self._detached()
@@ -227,15 +231,20 @@ class Training:
         )
 
     def _detached(self) -> None:
-        """The trainer is gone, or only its connection: the next `Loaded` tells what became of its work."""
-        progress = self._progress
-        if self._contribution is None and progress is not None and self._works_in(progress.round):
-            self._unreported = progress.tokens
-        self._progress = None
+        """The trainer is gone, or only its connection."""
+        if self._host.attached:
+            return  # the next one was welcomed before this news of the last one was read: its `Attached` says the same
+        self._forget_progress()
         self._welcomed_round = None
         self._let_go.set()
         self._validated.set()
         self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
+
+    def _forget_progress(self) -> None:
+        """Of a trainer that is gone: the next `Loaded` tells what became of its work."""
+        progress, self._progress = self._progress, None
+        if self._contribution is None and progress is not None and self._works_in(progress.round):
+            self._unreported = progress.tokens
 
     async def _contributed(self, contribution: wire.Contribution) -> None:
         state = self._state
@@ -260,6 +269,14 @@ class Training:
             encoded = await self.engine.encode(base=base.digest())
         except trio.BrokenResourceError:
             return  # the engine is restarting: the session starts over and asks for the contribution again
+        except EngineFailed as error:
+            log.error("the contribution cannot be stored: its work is carried to a later round", why=str(error))
+            self._observations.count(["contribution not stored"])
+            if self._offers(base, contribution):
+                self._send_frozen(base, (), None, contribution)
+            return
+        if not self._offers(base, contribution):
+            return  # a commit that did not wait for it came first
         if not encoded.finite:
             log.error("the trainer's pseudo-gradient holds NaN or infinity: it is discarded", round=contribution.round)
             self._observations.count(["pseudo-gradient not finite"])
@@ -268,6 +285,10 @@ class Training:
             return
         self._encoded = encoded
         self._send_frozen(base, tokens, encoded, contribution)
+
+    def _offers(self, base: Base, contribution: wire.Contribution) -> bool:
+        """Whether this is still the round, and the contribution, that is in hand."""
+        return self._state is not None and self._state.base == base and self._contribution is contribution
 
     def _send_frozen(
         self,
@@ -314,12 +335,13 @@ class Training:
         return self._contribution is not None
 
     def leaf_signatures(self, base: bytes) -> tuple[bytes, ...]:
-        """My signature over (base, part, hash) of each encoded part; empty when I do not contribute."""
-        if self._encoded is None:
+        """My signature over (base, part, hash) of each encoded part; empty when I do not contribute. For any thread."""
+        encoded = self._encoded
+        if encoded is None:
             return ()
         return tuple(
             self._identity.sign(api.leaf_message(base, part, part_hash))
-            for part, part_hash in enumerate(self._encoded.hashes)
+            for part, part_hash in enumerate(encoded.hashes)
         )
 
     @property
@@ -338,16 +360,15 @@ class Training:
         if state is None or self._host.vectors_free:
             return True
         step_s = self._progress.step_s if self._progress is not None else 0.0
-        handed_over = await self._host.hold(state.base.round, max(SURRENDER_S, 3 * step_s))
-        return handed_over or not self._host.attached
+        return await self._host.hold(state.base.round, max(SURRENDER_S, 3 * step_s))
 
     def settle(self, counted: tuple[bool, ...]) -> None:
         """A commit is applied: what it counted has left the local model."""
         self._ledger.settle(counted if self._encoded is not None else [False] * self._rules.part_count)
         self._observations.work = self._ledger.status()
 
-    def discard(self, why: str) -> None:
-        """A hard reset from outside (catch-up): what is not counted is lost. After `surrender`."""
+    def _discard(self, why: str) -> None:
+        """A hard reset: what is not counted is lost, and said so."""
         lost = self._ledger.discard()
         if lost:
             log.warning("uncounted work is discarded", why=why, tokens=lost)

@@ -1,0 +1,209 @@
+"""The trainer's side of a round, in the orders of events that a fast machine hides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import trio
+import trio.testing
+from run_samples import CREATOR, VALID
+
+from node.daemon.contribution import WorkLedger
+from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.identity import Identity
+from node.daemon.observations import Observations
+from node.daemon.trainer_host import Attached, Detached, TrainerHost
+from node.daemon.training import Training
+from node.engine import api
+from node.manifest import rules_of
+from node.settings import DaemonSettings
+from node.trainer import wire
+from protocol.chain import ChainState, genesis
+from protocol.events import Event, Frozen
+
+RULES = rules_of(VALID)
+PARTS = RULES.part_count
+FIRST = genesis(RULES)
+SECOND = replace(FIRST, base=replace(FIRST.base, round=1, prev=bytes([1]) * 32))
+WORK = wire.Contribution(round=0, steps=5, tokens=320, loss=2.0, ranges_done=(), units_wanted=3)
+ENCODED = api.Encoded(id=1, hashes=(bytes(32),) * PARTS, norm=1.0, largest=0.5, finite=True)
+
+
+class Engine:
+    """Answers `encode` when it is let, with an error if the disk is full."""
+
+    def __init__(self) -> None:
+        self.asked = trio.Event()
+        self.answer = trio.Event()
+        self.full = False
+
+    async def encode(self, *, base: bytes) -> api.Encoded:
+        self.asked.set()
+        await self.answer.wait()
+        if self.full:
+            raise EngineFailed("No space left on device")
+        return ENCODED
+
+
+class Host:
+    """The place of a trainer; tests say who is there."""
+
+    def __init__(self) -> None:
+        self.attached = False
+        self.told: list[wire.Committed] = []
+
+    def provide(self, *_: object) -> None:
+        pass
+
+    def poke(self) -> None:
+        pass
+
+    async def freeze(self, round: int, within_s: float) -> None:
+        pass
+
+    async def committed(self, message: wire.Committed) -> None:
+        self.told.append(message)
+
+
+class Scene:
+    def __init__(self, tmp_path: Path) -> None:
+        self.engine, self.host = Engine(), Host()
+        self.observations = Observations()
+        self.posted: list[Event] = []
+        self.ledger = WorkLedger(parts=PARTS, token_cap=10**9)
+        self.training = Training(
+            settings=DaemonSettings(home=str(tmp_path)),
+            identity=cast(Identity, _Me()),
+            manifest=VALID,
+            manifest_body=b"",
+            rules=RULES,
+            host=cast(TrainerHost, self.host),
+            ledger=self.ledger,
+            observations=self.observations,
+            artifacts_directory="",
+            trainer_directory="",
+            post=self.posted.append,
+        )
+        self.training.engine = cast(EngineClient, self.engine)
+
+    async def begin(self, state: ChainState) -> None:
+        await self.training.begin(state, counted=None, hard_reset=True)
+
+    async def attach(self) -> None:
+        assert isinstance(self.training._welcome(), wire.Welcome)
+        self.host.attached = True
+
+    @property
+    def frozen(self) -> list[Frozen]:
+        return [event for event in self.posted if isinstance(event, Frozen)]
+
+
+class _Me:
+    peer_id = CREATOR
+
+
+def detached() -> Detached:
+    return Detached(name="one", reason="it died", failed=False)
+
+
+async def _a_commit_overtakes_the_contribution(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    await scene.training.resume(FIRST)
+    await scene.attach()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scene.training.handle, WORK)
+        await scene.engine.asked.wait()
+        scene.training.settle((False,) * PARTS)
+        await scene.training.begin(SECOND, counted=(False,) * PARTS, hard_reset=False)
+        scene.engine.answer.set()
+    assert not scene.frozen, "it is of a round that is over"
+    assert not scene.training.contributes, "nothing is encoded for the new round"
+    await scene.training.freeze(SECOND.base, 0.0)
+    assert [event.base for event in scene.frozen] == [SECOND.base], "the new round gets its READY without work"
+
+
+def test_a_contribution_encoded_too_late_says_nothing_about_the_next_round(tmp_path: Path) -> None:
+    trio.run(partial(_a_commit_overtakes_the_contribution, tmp_path), clock=_clock())
+
+
+async def _a_full_disk(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    await scene.training.resume(FIRST)
+    await scene.attach()
+    scene.engine.full = True
+    scene.engine.answer.set()
+    await scene.training.handle(WORK)
+    assert [event.tokens for event in scene.frozen] == [()]
+    scene.training.settle((False,) * PARTS)
+    work = scene.ledger.status()
+    assert (work.produced_tokens, work.carried_tokens, work.discarded_tokens) == (320, 320, 0)
+
+
+def test_a_contribution_that_the_disk_refuses_is_carried(tmp_path: Path) -> None:
+    trio.run(partial(_a_full_disk, tmp_path), clock=_clock())
+
+
+async def _news_of_the_last_trainer_comes_late(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.engine.answer.set()
+    await scene.training.resume(FIRST)
+    await scene.attach()
+    progress = wire.Progress(round=0, steps=2, tokens=128, loss=2.0, tokens_per_s=1.0, step_s=0.1)
+    await scene.training.handle(progress)
+    await scene.attach()  # the next one: welcomed before the daemon read that the first has gone
+    await scene.training.handle(detached())
+    await scene.training.handle(Attached(name="two", pid=2, layout_digest=None, round=0))
+    await scene.training.handle(wire.Loaded(round=0, fresh=True))
+    assert scene.ledger.status().discarded_tokens == 128, "what the first did not hand over"
+    await scene.training.handle(WORK)
+    assert [event.tokens for event in scene.frozen] == [((PARTS, 320),)], "the second one's work counts"
+    await scene.training.begin(SECOND, counted=(True,) * PARTS, hard_reset=False)
+    assert [message.start.round for message in scene.host.told] == [1]
+
+
+def test_a_trainer_that_follows_at_once_is_not_taken_for_the_one_that_went(tmp_path: Path) -> None:
+    trio.run(partial(_news_of_the_last_trainer_comes_late, tmp_path), clock=_clock())
+
+
+async def _caught_up_with_nothing(tmp_path: Path, after: ChainState) -> WorkLedger:
+    scene = Scene(tmp_path)
+    scene.engine.answer.set()
+    await scene.training.resume(FIRST)
+    await scene.attach()
+    await scene.training.handle(WORK)
+    scene.training.pause("the node is behind the run and catches up")
+    await scene.training.resume(after)
+    assert len([event for event in scene.frozen if event.tokens]) == (2 if after is FIRST else 1)
+    return scene.ledger
+
+
+def test_work_is_kept_when_catching_up_changed_nothing(tmp_path: Path) -> None:
+    ledger = trio.run(partial(_caught_up_with_nothing, tmp_path, FIRST), clock=_clock())
+    assert (ledger.status().carried_tokens, ledger.status().discarded_tokens) == (320, 0)
+
+
+def test_work_is_reported_as_discarded_when_catching_up_brought_another_state(tmp_path: Path) -> None:
+    ledger = trio.run(partial(_caught_up_with_nothing, tmp_path, SECOND), clock=_clock())
+    assert (ledger.status().carried_tokens, ledger.status().discarded_tokens) == (0, 320)
+
+
+async def _many_sentences() -> None:
+    seen = Observations()
+    assert seen.misbehaved("one")
+    assert not seen.misbehaved("one")
+    news = [seen.misbehaved(f"handed over a message that {number} did not sign" + "x" * 999) for number in range(5000)]
+    assert sum(news) < 100
+    assert len(seen.problems) < 100
+    assert sum(seen.problems.values()) == 5002
+    assert max(map(len, seen.problems)) <= 200
+
+
+def test_what_strangers_say_does_not_pile_up_in_the_status() -> None:
+    trio.run(_many_sentences, clock=_clock())
+
+
+def _clock() -> trio.testing.MockClock:
+    return trio.testing.MockClock(autojump_threshold=0)
