@@ -127,7 +127,7 @@ class Follower:
     """When the command began, on `time.time`'s clock."""
     outage: Outage = field(default_factory=Outage)
     first_step_s: float | None = None
-    """From the command to the first inner step of all nodes."""
+    """From the command until a node's first inner step was seen."""
     first_validation_loss: float | None = None
     """Of the state that the run begins with."""
     _told: int = -1
@@ -263,8 +263,8 @@ def export_and_write(swarm: LocalSwarm, directory: Path, seed: int) -> str:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     written = model.generate(
         **prompt, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.8, top_k=40, pad_token_id=0

@@ -23,8 +23,10 @@ ROUNDS = 30
 @pytest.mark.slow
 def test_the_demonstration_holds(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM), "--preset", "micro", "--rounds", str(ROUNDS), "--json"]
-        + ["--directory", str(tmp_path)],
+        [
+            *(sys.executable, "-P", str(PROGRAM), "--preset", "micro"),
+            *("--rounds", str(ROUNDS), "--json", "--directory", str(tmp_path)),
+        ],
         capture_output=True,
         text=True,
         timeout=300,
