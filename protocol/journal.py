@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Digest, digest
+from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, digest
 
 MAGIC = b"ATOLLJ01"
+UNKNOWN_PAST = 2**62
+"""A fence above every attempt: nothing is known of what an earlier life signed."""
 BARRED_KEPT = 32
 """Lineages remembered as barred; a peer that leaves more than this many lineages at one state has other worries."""
 
@@ -92,3 +94,35 @@ def decode_journal(data: bytes) -> Journal:
 def barred_with(barred: tuple[Digest, ...], lineage: Digest) -> tuple[Digest, ...]:
     """`barred` and `lineage`, newest last, bounded."""
     return (*(known for known in barred if known != lineage), lineage)[-BARRED_KEPT:]
+
+
+class Promises(msgspec.Struct, frozen=True, kw_only=True):
+    """What an earlier life promised, as far as it matters at one place in the chain."""
+
+    journal: Journal
+    """Promises at this very base; empty if there are none."""
+    fence: int
+    """Attempts up to this one may have been touched: nothing of theirs is signed again; -1: none."""
+    barred: tuple[Digest, ...] = ()
+
+
+def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
+    """What the journal's bytes say at `base`. `lost`: there was a journal, and it is gone; so is a torn one."""
+    promised = Journal()
+    if data is not None and not lost:
+        try:
+            promised = decode_journal(data)
+        except JournalTorn:
+            lost = True
+    if lost:
+        return Promises(journal=Journal(), fence=UNKNOWN_PAST, barred=(base.lineage,))
+    if promised.run != base.run:
+        return Promises(journal=Journal(), fence=-1)
+    if promised.base == base.digest():
+        return Promises(journal=promised, fence=promised.touched_attempt, barred=promised.barred)
+    if promised.lineage == base.lineage and promised.round < base.round:
+        return Promises(journal=Journal(), fence=-1, barred=promised.barred)
+    # The journal speaks of another lineage, or of a round that this state has not reached: it says no more what was
+    # promised before, there or here.
+    barred = barred_with(promised.barred, promised.lineage)
+    return Promises(journal=Journal(), fence=UNKNOWN_PAST if base.lineage in barred else -1, barred=barred)

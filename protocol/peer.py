@@ -7,12 +7,11 @@ next call is due without any event.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import msgspec
 
-from protocol import chain, commits, wire
+from protocol import chain, wire
 from protocol.chain import ChainState
 from protocol.describe import describe
 from protocol.early import EarlyMail
@@ -36,8 +35,8 @@ from protocol.events import (
     StorageAble,
     TrainerProgress,
 )
-from protocol.following import COMMITS_KEPT, Follower
-from protocol.journal import Journal, JournalTorn, barred_with, decode_journal
+from protocol.following import Follower
+from protocol.journal import Journal, barred_with, promises_at
 from protocol.messages import (
     Commit,
     Fetch,
@@ -57,8 +56,8 @@ from protocol.messages import (
 )
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.outbox import Outbox
+from protocol.past import Past
 from protocol.presence import Presence
-from protocol.record import UNKNOWN_PAST
 from protocol.reform import Reforming
 from protocol.round import Round
 from protocol.rules import Rules
@@ -107,12 +106,7 @@ class PeerMachine:
         self.alarmed = False
         self.next_wakeup_s = now_s
         self._barred: tuple[Digest, ...] = ()
-        self._served: OrderedDict[Digest, Signed[Commit]] = OrderedDict()
-        self._before: ChainState | None = None
-        """The state that my last commit extended."""
-        self._parent_sent_s: dict[PeerId, float] = {}
-        self._parent: tuple[Base, Signed[Reformed]] | None = None
-        """The base that my lineage was born from, and the proof, for those of E′ who missed it."""
+        self.past = Past(self.standing)
         self._early = EarlyMail()
         self._foreign_states: dict[Digest, set[PeerId]] = {}
         self._heartbeat_s = now_s
@@ -121,36 +115,15 @@ class PeerMachine:
         self.follower = Follower(self.standing)
         self._final_since_s: float | None = None
         self.finished = False
-        promised, fence = self._read_journal(journal, journal_lost)
+        promises = promises_at(state.base, journal, lost=journal_lost)
+        self._barred = promises.barred
         try:
-            self._start_round(state, promised, fence)
+            self._start_round(state, promises.journal, promises.fence)
         except wire.WireError:
             # Whole, but of a version that wrote its messages in another form: as good as lost.
-            self._start_round(state, *self._read_journal(None, True))
-
-    def _read_journal(self, data: bytes | None, lost: bool) -> tuple[Journal, int]:
-        """What an earlier life promised at this base, and the attempts that it may have touched."""
-        base = self.state.base
-        promised = Journal()
-        if data is not None and not lost:
-            try:
-                promised = decode_journal(data)
-            except JournalTorn:
-                lost = True
-        if lost:
-            self._barred = barred_with((), base.lineage)
-            return Journal(), UNKNOWN_PAST
-        if promised.run != base.run:
-            return Journal(), -1
-        self._barred = promised.barred
-        if promised.base == base.digest():
-            return promised, promised.touched_attempt
-        if promised.lineage == base.lineage and promised.round < base.round:
-            return Journal(), -1
-        # The journal speaks of another lineage, or of a round that this state has not reached: it says no more what was
-        # promised before, there or here.
-        self._barred = barred_with(self._barred, promised.lineage)
-        return Journal(), UNKNOWN_PAST if base.lineage in self._barred else -1
+            promises = promises_at(state.base, None, lost=True)
+            self._barred = promises.barred
+            self._start_round(state, promises.journal, promises.fence)
 
     # ------------------------------------------------------------ events
 
@@ -226,7 +199,7 @@ class PeerMachine:
                         self.outbox.send(signed.sender, self._heartbeat())
                     self.standing.presence.note(signed.sender, message, self.outbox.now_s)
                     self._refresh()
-                    self._help_along(signed.sender, message.base)
+                    self.past.help_along(signed.sender, message.base, self.state)
             case _:
                 self._based(signed, message.base)
 
@@ -241,11 +214,12 @@ class PeerMachine:
         elif base == mine:
             self._route(signed)
         elif isinstance(signed.message, Commit):
-            self._old_commit(signed, base)
+            if self.past.decided_twice(signed, base):
+                self._alarm(f"round {base.round} has two decisions: stop the node and keep its home for a report")
         elif base.round in (mine.round, mine.round + 1):
             self._suspect(signed, base)
             self._early.keep(signed)
-        self._help_along(signed.sender, base)
+        self.past.help_along(signed.sender, base, self.state)
 
     def _route(self, signed: Signed[Any]) -> None:
         match signed.message:
@@ -287,32 +261,11 @@ class PeerMachine:
                 f"is {mine.state_hash.hex()[:16]}): this node's outer state is corrupt; set it aside and catch up"
             )
 
-    def _old_commit(self, signed: Signed[Commit], base: Base) -> None:
-        """A commit of a round that is behind me: only a second decision there is of interest."""
-        kept = self._served.get(base.digest())
-        if kept is None:
-            return
-        mine, other = kept.message, signed.message
-        decided = [
-            chain.decision(base.digest(), wire.roster_id(commit.roster), commit.headers) for commit in (mine, other)
-        ]
-        if decided[0] == decided[1]:
-            return
-        before = self._before
-        if before is None or before.base != base:
-            return
-        try:
-            commits.verify_commit(before, self.rules, other, self.keyring)
-        except commits.InvalidCommit as error:
-            self._misbehaved(signed.sender, f"sent a commit that is none: {error}")
-            return
-        self._alarm(f"round {base.round} has two decisions: stop the node and keep its home for a report")
-
     # ------------------------------------------------------------ content by hash
 
     def _serve(self, peer: PeerId, wanted: Digest) -> None:
         """Small content: a commit by the digest of its base, a roster by its id."""
-        kept = self._served.get(wanted)
+        kept = self.past.commit_of(wanted)
         if kept is not None:
             self.outbox.send(peer, kept)
             return
@@ -334,14 +287,6 @@ class PeerMachine:
             self._misbehaved(signed.sender, f"answered {message.hash.hex()[:16]} with other content")
         elif inner.message.base == self.state.base:
             self.round.on_roster(inner)
-
-    def _help_along(self, peer: PeerId, base: Base) -> None:
-        """A member of my lineage's birth that has missed it gets the proof."""
-        if self._parent is None or base != self._parent[0] or peer not in dict(self.state.members):
-            return
-        if self.outbox.now_s >= self._parent_sent_s.get(peer, 0.0):
-            self._parent_sent_s[peer] = self.outbox.now_s + self.rules.resend_s
-            self.outbox.send(peer, self._parent[1])
 
     # ------------------------------------------------------------ places in the chain
 
@@ -371,10 +316,7 @@ class PeerMachine:
             self._alarm(str(error))
             return
         self.standing.pace.learn(self.round.assembly)
-        self._served[self.state.base.digest()] = self.outbox.sign(commit)
-        while len(self._served) > COMMITS_KEPT:
-            self._served.popitem(last=False)
-        self._before = self.state
+        self.past.applied(self.state, commit)
         self._start_round(state, Journal(), -1)
 
     def _reborn(self, reformed: Reformed) -> None:
@@ -385,7 +327,7 @@ class PeerMachine:
         proof = self.outbox.sign(reformed)
         for candidate in self.round.candidates.values():
             candidate.stop(self.outbox)
-        self._parent, self._parent_sent_s = (old, proof), {}
+        self.past.born(old, proof)
         # The next promise is written with the new lineage's name; until then the journal speaks of the old one, which
         # is what a restart in between must find.
         self.outbox.emit(NewLineage(reformed=reformed))

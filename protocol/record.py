@@ -17,8 +17,6 @@ from protocol.votes import ATTEMPTS_KEPT, Agreement, Lock
 CANDIDATES_KEPT = ATTEMPTS_KEPT
 ATTEMPTS_AHEAD = 2
 """ROSTERs and PROPOSALs of attempts further ahead are dropped; their coordinator sends them again."""
-UNKNOWN_PAST = 2**62
-"""A fence above every attempt: nothing is known of what an earlier life signed."""
 
 
 class Record:
