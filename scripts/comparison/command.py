@@ -63,13 +63,15 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="of the nodes and of the comparison (default: cpu)")
     parser.add_argument("--threads", type=int, default=0, help="of a node and of a virtual worker (default: all cores)")
     parser.add_argument("--codec", action="store_true", help="also repeat the swarm through its codec, bit for bit")
-    parser.add_argument("--quick", action="store_true", help="micro, few rounds, with --codec: for tests")
+    parser.add_argument("--narrow", action="store_true", help="also AdamW with one node's batch, and the steps of all")
+    parser.add_argument("--quick", action="store_true", help="micro, few rounds, --codec and --narrow: for tests")
     parser.add_argument("--output", type=Path, default=Path("out/compare"), help="folder (default: out/compare)")
     parser.add_argument("--swarm", type=Path, help="folder of a finished swarm that was kept: train no other")
     parser.add_argument("--keep", action="store_true", help="keep the swarm's homes")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.preset, options.rounds, options.steps, options.codec, options.threads = "micro", 4, 30, True, 1
+        options.preset, options.rounds, options.steps, options.threads = "micro", 4, 30, 1
+        options.codec = options.narrow = True
     if options.seed is None and options.swarm is None:
         options.seed = 1
     # Virtual workers need the nodes' number of threads: sums in another number of threads round otherwise.
@@ -157,7 +159,7 @@ def compare(
         identical_states=not coded.different_rounds if coded else None,
         different_rounds=tuple(coded.different_rounds) if coded else (),
         gap_to_adamw_percent=percent(swarm.final, curves[WIDE].losses[-1]),
-        gap_to_narrow_adamw_percent=percent(swarm.final, curves[NARROW].losses[-1]),
+        gap_to_narrow_adamw_percent=percent(swarm.final, curves[NARROW].losses[-1]) if NARROW in curves else None,
     )
 
 
@@ -191,7 +193,7 @@ def in_processes(
     options: argparse.Namespace, place: Path, console: Console
 ) -> tuple[dict[str, training.Curve], Evaluated]:
     """All other trainings, side by side in processes of their own, as the nodes were."""
-    names = [DILOCO, *([CODED] if options.codec else []), WIDE, NARROW]
+    names = [DILOCO, *([CODED] if options.codec else []), WIDE, *([NARROW] if options.narrow else [])]
     home = str(work.home_of(place).path)
     curves: dict[str, training.Curve] = {}
     with ProcessPoolExecutor(len(names), mp_context=get_context("spawn")) as pool:

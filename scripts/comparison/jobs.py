@@ -5,6 +5,7 @@ Nothing here is in the module that is started: a spawned process imports it by n
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ def train(home: str, name: str, device: str, threads: int) -> training.Curve:
 
     if name in (DILOCO, CODED):
         return training.diloco(trial, coded=name == CODED, report=tell)
+    torch.set_num_threads(os.cpu_count() or 1)  # one after the other, and nobody's bits to match
     return training.adamw(trial, wide=name == WIDE, report=tell)
 
 
@@ -55,4 +57,4 @@ def _trial(home: str, device: str, threads: int) -> training.Trial:
     torch.set_num_threads(threads)
     run, done = work.read_work(Home(Path(home)))
     artifacts = Home(Path(home)).engine_directory(run.run_id) / "artifacts"
-    return training.Trial(done, artifacts, choose_device(device))
+    return training.Trial(done, artifacts, choose_device(device), threads)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -53,11 +54,13 @@ class Curve:
 class Trial:
     """Work, data, S_0 and validation set of one comparison, on one device."""
 
-    def __init__(self, work: Work, artifacts_directory: Path, device: torch.device) -> None:
+    def __init__(self, work: Work, artifacts_directory: Path, device: torch.device, threads: int) -> None:
+        """`threads`: of one virtual worker; a node's, if the same bits are wanted."""
         self.work = work
         self.manifest: Manifest = work.manifest
+        self.threads = threads
         self._device = device
-        self._source = RunSource(UnitReader(self.manifest, artifacts_directory))
+        self._artifacts_directory = artifacts_directory
         self._validation = torch.from_numpy(validation_sequences(self.manifest, artifacts_directory))
         place = artifacts.verified(self.manifest.artifacts[self.manifest.initial_state], artifacts_directory)
         self.initial_n: torch.Tensor = load_file(place)["theta"]
@@ -68,9 +71,8 @@ class Trial:
         load_flat(model, theta_n)
         return InnerTraining(model, self.manifest.inner, self._device)
 
-    def read(self, batch: Batch) -> dict[str, torch.Tensor]:
-        read: dict[str, torch.Tensor] = self._source.read(batch)
-        return read
+    def source(self) -> RunSource:
+        return RunSource(UnitReader(self.manifest, self._artifacts_directory))
 
     def validate(self, training: InnerTraining) -> float:
         """The loss of the model as it is, over the run's validation set."""
@@ -89,13 +91,15 @@ class Worker:
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self._training = trial.training(trial.initial_n)
+        self._source = trial.source()  # its own: workers train in threads of their own
         self.local_n = trial.initial_n.clone()
 
     def train(self, round_: Round, batches: tuple[Batch, ...]) -> None:
         first = round_.number * self._trial.manifest.rounds.steps
+        torch.set_num_threads(self._trial.threads)  # holds for the calling thread
         load_flat(self._training.model, self.local_n)
         for step, batch in enumerate(batches):
-            self._training.step(self._trial.read(batch), run_step=first + step)
+            self._training.step(self._source.read(batch), run_step=first + step)
         flatten(self._training.model, self.local_n)
 
 
@@ -129,9 +133,13 @@ def diloco(trial: Trial, *, coded: bool, report: Report) -> Curve:
     for round_ in trial.work.rounds:
         before_n = outer.theta_n.clone()
         for member in round_.members:
-            worker = workers.setdefault(member.peer, Worker(trial))
-            worker.train(round_, member.batches)
+            if member.peer not in workers:
+                workers[member.peer] = Worker(trial)
             tokens += sum(map(sequences_of, member.batches)) * manifest.data.sequence_tokens
+        with ThreadPoolExecutor(len(round_.members)) as side_by_side:
+            ended = [side_by_side.submit(workers[one.peer].train, round_, one.batches) for one in round_.members]
+        for one in ended:
+            one.result()
         curve.steps += max(len(member.batches) for member in round_.members)
         deltas = {peer: before_n - worker.local_n for peer, worker in workers.items()}
         outer.step(round_, deltas)
@@ -222,7 +230,7 @@ def adamw(trial: Trial, *, wide: bool, report: Report) -> Curve:
     steps as there are members, which no parallel training has the time for. Both follow the schedule by tokens.
     """
     began_s = time.monotonic()
-    manifest = trial.manifest
+    manifest, source = trial.manifest, trial.source()
     training = trial.training(trial.initial_n)
     curve = Curve()
     curve.add(0, trial.validate(training))
@@ -231,7 +239,7 @@ def adamw(trial: Trial, *, wide: bool, report: Report) -> Curve:
         for step, batches in enumerate(_side_by_side(round_)):
             run_step = round_.number * manifest.rounds.steps + step
             for batch in [tuple(stretch for one in batches for stretch in one)] if wide else batches:
-                training.step(trial.read(batch), run_step=run_step)
+                training.step(source.read(batch), run_step=run_step)
                 tokens += sequences_of(batch) * manifest.data.sequence_tokens
                 curve.steps += 1
         curve.add(tokens, trial.validate(training))
