@@ -35,8 +35,6 @@ CHAIN_TIMEOUT_S = 30.0
 PARTS_TIMEOUT_S = 60.0
 SNAPSHOT_TIMEOUT_S = 3600.0
 RETRY_S = 2.0
-OTHERS_S = 5.0
-"""How long a node that comes back waits for those it was with."""
 SNAPSHOT_COSTS_ROUNDS = 8
 """A snapshot is 8 bytes a parameter, a round's parts about one: nearer than this, replaying is cheaper."""
 
@@ -101,23 +99,6 @@ class CatchUp:
         """Round of the state that the engine holds; None: it holds none that is of use."""
         self._no_help: set[PeerId] = set()
         """Peers whose chain did not bring this node any further, whatever they say of it."""
-
-    async def await_others(self) -> None:
-        """Those who live may have gone on without this node: hear them before it goes on from what it knows itself."""
-        state = self._store.state
-        others = {peer for peer, _ in state.members} - {self._network.peer_id}
-        if state.base.round == 0:
-            return  # founders meet by the protocol's own rule
-        with trio.move_on_after(OTHERS_S):
-            while True:
-                changed = self._network.links_changed()
-                missing = others - self._network.peers.keys()
-                if not missing:
-                    return
-                self._observations.setting_up(
-                    "catching-up", f"waiting up to {OTHERS_S:.0f} s for {len(missing)} members of last time"
-                )
-                await changed.wait()
 
     async def run(self, engine_round: int | None, lineage: Digest | None = None) -> ChainState:
         """`engine_round`: round of the state that the engine holds, None if it holds none. Returns the tip's state.

@@ -82,7 +82,6 @@ class RunSession:
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
         self._left_state: ChainState | None = None
-        self._met_others = False
 
     @property
     def machine(self) -> PeerMachine | None:
@@ -357,9 +356,6 @@ class RunSession:
             store=self.store,
             observations=self._observations,
         )
-        if not self._met_others:
-            self._met_others = True
-            await catch_up.await_others()
         engine_round = None if fresh else await self._resumed_round(engine)
         await look_for(self.store.state, self._network, self._observations, self.manifest.limits.fork_timeout_s)
         lineage: Digest | None = None
