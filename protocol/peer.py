@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from protocol import chain, wire
+from protocol.announcing import Announcer
 from protocol.chain import ChainState
 from protocol.describe import describe
 from protocol.early import EarlyMail
@@ -92,7 +93,6 @@ class PeerMachine:
         self.me = me
         self.keyring = keyring
         self.wants_membership = wants_membership
-        self.incarnation = incarnation
         self.outbox = Outbox(me=me, keyring=keyring, now_s=now_s)
         self.standing = Standing(
             me=me,
@@ -109,9 +109,7 @@ class PeerMachine:
         self.past = Past(self.standing)
         self._early = EarlyMail()
         self._foreign_states: dict[Digest, set[PeerId]] = {}
-        self._heartbeat_s = now_s
-        self._join_s = now_s
-        self._leave_s = now_s
+        self.announcer = Announcer(self.standing, incarnation)
         self.follower = Follower(self.standing)
         self._final_since_s: float | None = None
         self.finished = False
@@ -162,10 +160,10 @@ class PeerMachine:
                 self.standing.failed_edges = event.failed_edges
             case StorageAble():
                 self.standing.able = event.able
-                self._heartbeat_s = self.outbox.now_s
+                self.announcer.at_once()
             case LeaveRequested():
                 self.standing.leaving = True
-                self._leave_s = self.outbox.now_s
+                self.announcer.at_once()
             case _:
                 pass
 
@@ -196,7 +194,7 @@ class PeerMachine:
                 if event.from_peer == signed.sender and message.base.run == self.rules.run:
                     if signed.sender not in self.standing.fresh:
                         # Heard for the first time: it need not wait for my next heartbeat to know me.
-                        self.outbox.send(signed.sender, self._heartbeat())
+                        self.outbox.send(signed.sender, self.announcer.heartbeat(self.state, self.round.attempt))
                     self.standing.presence.note(signed.sender, message, self.outbox.now_s)
                     self._refresh()
                     self.past.help_along(signed.sender, message.base, self.state)
@@ -300,8 +298,7 @@ class PeerMachine:
         self.round = Round(standing=self.standing, state=state, journal=promised, fence=fence)
         self.reforming = Reforming(standing=self.standing, state=state, signed=promised.reform)
         self._foreign_states = {}
-        self._join_s = self.outbox.now_s
-        self._heartbeat_s = self.outbox.now_s
+        self.announcer.at_once()
         self.follower.progressed()
         for signed in self._early.release(state.base):
             self._route(signed)
@@ -351,9 +348,11 @@ class PeerMachine:
             self.alarmed = self.alarmed or any(isinstance(effect, Alarm) for effect in self.outbox.effects)
             if self.state.base == base:
                 break
-        self._beat()
-        self._leave()
-        self._join()
+        self.announcer.beat(self.state, self.round.attempt)
+        self.announcer.leave(self.state)
+        # JOIN only at the tip.
+        if self.wants_membership and not self.final and not self.follower.ahead(self.round):
+            self.announcer.join(self.state)
         if not self.final:
             self.follower.follow(self.round)
         if not self.finished:
@@ -362,43 +361,6 @@ class PeerMachine:
         if silence_s is not None:
             # Silence begins after the timeout, not at it.
             self.outbox.due(silence_s + 1e-3)
-
-    def _beat(self) -> None:
-        if self.outbox.due(self._heartbeat_s):
-            self._heartbeat_s = self.outbox.now_s + self.rules.heartbeat_s
-            self.outbox.due(self._heartbeat_s)
-            self.outbox.broadcast(self._heartbeat())
-
-    def _heartbeat(self) -> Signed[Heartbeat]:
-        able = self.standing.able and (self.standing.voting or chain.member(self.state, self.me) is None)
-        return self.outbox.sign(
-            Heartbeat(base=self.state.base, attempt=self.round.attempt, able=able, incarnation=self.incarnation)
-        )
-
-    def _leave(self) -> None:
-        if not self.standing.leaving or chain.member(self.state, self.me) is None:
-            return
-        if self.outbox.due(self._leave_s):
-            self._leave_s = self.outbox.now_s + self.rules.resend_s
-            self.outbox.due(self._leave_s)
-            leaves = self.standing.presence.leaves
-            if self.me not in leaves:
-                leaves[self.me] = self.outbox.sign(Leave(base=self.state.base))
-            self.outbox.broadcast(leaves[self.me])
-
-    def _join(self) -> None:
-        if not self._wants_to_join() or self.follower.ahead(self.round):
-            return
-        if self.outbox.due(self._join_s):
-            self._join_s = self.outbox.now_s + self.rules.resend_s
-            self.outbox.due(self._join_s)
-            units = min(self.standing.units_wanted or self.rules.lease_cap_units, self.rules.lease_cap_units)
-            self.outbox.broadcast(self.outbox.sign(Join(base=self.state.base, units_wanted=units)))
-
-    def _wants_to_join(self) -> bool:
-        allowed = self.rules.allowed_peers is None or self.me in self.rules.allowed_peers
-        wants = self.wants_membership and allowed and not self.standing.leaving and not self.final
-        return wants and chain.member(self.state, self.me) is None
 
     @property
     def final(self) -> bool:
