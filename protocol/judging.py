@@ -41,7 +41,8 @@ class Judge:
         roster, keyring = candidate.roster, record.outbox.keyring
         if roster.attempt > proposal.attempt:
             return f"the proposal of attempt {proposal.attempt} is over a roster of the later {roster.attempt}"
-        why = commits.check_headers(record.rules, candidate.signed, proposal.headers, keyring)
+        held = candidate.held.values()
+        why = commits.check_headers(record.rules, candidate.signed, proposal.headers, keyring, held=held)
         if why is not None:
             return why
         decision = chain.decision(record.base_digest, candidate.roster_id, proposal.headers)

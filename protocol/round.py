@@ -321,8 +321,11 @@ class Round(Record):
             candidate = self.current()
             if candidate is not None:
                 self.outbox.broadcast(candidate.signed)
-            if self.attempt in self.proposals:
-                self.outbox.broadcast(self.proposals[self.attempt])
+            for peer in self.state.electors:
+                # It names every part: only to those who may need it still.
+                lacking = peer != self.me and self.agreement.of(peer, self.attempt, 2) is None
+                if lacking and self.attempt in self.proposals:
+                    self.outbox.send(peer, self.proposals[self.attempt])
         certified = () if self.valid is None else self.valid[2].votes
         for peer in self.state.electors:
             heard = self.standing.fresh.get(peer)

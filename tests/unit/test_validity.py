@@ -25,7 +25,7 @@ from chain_samples import (
 
 from protocol import chain, wire
 from protocol.chain import ChainState
-from protocol.commits import InvalidCommit, verify_commit, verify_reform
+from protocol.commits import InvalidCommit, check_headers, verify_commit, verify_reform
 from protocol.messages import (
     Certificate,
     Commit,
@@ -505,6 +505,23 @@ def test_without_a_quorum_behind_it_a_commit_costs_nothing() -> None:
     with pytest.raises(InvalidCommit, match="are needed"):
         verify_commit(STATE, RULES, commit, Counting("verifier"))
     assert checked == [commit.roster.sender]
+
+
+def test_headers_that_are_held_are_not_verified_again() -> None:
+    """Neither is any other of the same part taken for one that is held."""
+
+    class Never(CheapKeyring):
+        def verify(self, signer: PeerId, message: bytes, signature: bytes) -> bool:
+            return False
+
+    roster = full_roster()
+    headers = sign_headers(RULES, roster)
+    held = [header for header in headers if header is not None]
+    assert check_headers(RULES, roster, headers, Never("verifier"), held=held) is None
+    assert "not signed by its root" in (check_headers(RULES, roster, headers, Never("verifier")) or "accepted")
+    for wrong in (forged(held[0]), altered(held[0], length=1), replace(held[0], sender="Stranger")):
+        why = check_headers(RULES, roster, (wrong, *headers[1:]), Never("verifier"), held=held)
+        assert "not signed by its root" in (why or "accepted")
 
 
 def test_a_commit_of_another_place() -> None:
