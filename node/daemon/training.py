@@ -385,6 +385,9 @@ class Training:
                 remaining = steps * progress.step_s
             else:
                 remaining = self._rules.ready_max_s
+        elif self._settings.starts_trainer and self._state is not None and self._state.base.round == 0:
+            # Everybody's trainer is starting: the run's first round is worth waiting for all of them.
+            remaining = self._rules.ready_max_s
         self._post(TrainerProgress(remaining_s=remaining, units_wanted=self._units_wanted()))
 
     def _units_wanted(self) -> int:
