@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol import lineages
+from protocol import chain, lineages
 from protocol.events import CatchUp
 from protocol.messages import Fetch
 from protocol.names import Digest, PeerId
@@ -36,6 +36,10 @@ class Follower:
             for peer, heard in self.standing.fresh.items()
             if heard.base.lineage == mine.lineage and heard.base.round > mine.round
         )
+
+    def at_tip(self, record: Record) -> bool:
+        """Whether no member is further than I am: a stranger that says it is keeps nobody from joining."""
+        return not any(chain.member(record.state, peer) for _, peer in self.ahead(record))
 
     def follow(self, record: Record) -> None:
         """Behind my lineage: ask for the next commit, and if that does not help, have the node catch up."""

@@ -351,7 +351,7 @@ class PeerMachine:
         self.announcer.beat(self.state, self.round.attempt)
         self.announcer.leave(self.state)
         # JOIN only at the tip.
-        if self.wants_membership and not self.final and not self.follower.ahead(self.round):
+        if self.wants_membership and not self.final and self.follower.at_tip(self.round):
             self.announcer.join(self.state)
         if not self.final:
             self.follower.follow(self.round)
