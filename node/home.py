@@ -18,9 +18,11 @@ Sockets have short paths: a kernel's limit is 108 bytes, and a home may be deep.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 def default_home() -> Path:
@@ -102,3 +104,10 @@ class Home:
     def attach_socket(self) -> Path:
         """Trainers attach here (`node.trainer.wire`)."""
         return self.socket_directory / "attach"
+
+    def live_socket(self, name: Literal["control_socket", "attach_socket"]) -> Path:
+        """Where the live daemon says that it listens: its `XDG_RUNTIME_DIR` may be another than this process's."""
+        try:
+            return Path(json.loads(self.daemon_file.read_bytes())[name])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.control_socket if name == "control_socket" else self.attach_socket

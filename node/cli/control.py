@@ -89,7 +89,7 @@ class Control:
         return msgspec.json.decode(self.request("GET", path), type=kind)
 
     def _request(self, method: str, path: str, answer_s: float) -> bytes:
-        connection = _UnixConnection(self._control_socket(), answer_s)
+        connection = _UnixConnection(str(self._home.live_socket("control_socket")), answer_s)
         try:
             connection.request(method, path)
             response = connection.getresponse()
@@ -105,13 +105,6 @@ class Control:
                 f"{self._home.log_file}"
             )
         return body
-
-    def _control_socket(self) -> str:
-        """Where the daemon says that it listens: its `XDG_RUNTIME_DIR` may be another than this shell's."""
-        try:
-            return str(json.loads(self._home.daemon_file.read_bytes())["control_socket"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return str(self._home.control_socket)
 
     def _nobody(self) -> OperatorError:
         return OperatorError(f"no daemon runs on the home {self._home.path}: start one by `atoll daemon`")

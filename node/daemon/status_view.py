@@ -77,6 +77,10 @@ class StatusView:
             phase, reason = machine.phase, machine.reason
             if phase == "training" and session is not None and not self._host.attached:
                 reason = session.trainer_exit or "no trainer is attached: it is starting, or attach one"
+        trouble = self._network.reason()
+        # With peers it is an alarm; without, a node that trains alone is told only what it waits for.
+        if trouble and trouble not in reason and (self._network.peers or phase != "training"):
+            reason = f"{reason}; {trouble[:1].lower()}{trouble[1:].rstrip('.')}"
         if self.stop_requested.is_set():
             phase, reason = "leaving", "the operator asked this node to stop"
         state = session.state if session is not None else None

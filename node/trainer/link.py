@@ -204,7 +204,7 @@ class DaemonLink:
             # Kernel timeouts, not Python's: those would make the descriptor non-blocking for both threads.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_TIMEOUT_S))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_POLL_S))
-            sock.connect(os.fspath(self._home.attach_socket))
+            sock.connect(os.fspath(self._home.live_socket("attach_socket")))
             payload = self._encoder.encode(
                 wire.Attach(
                     version=node.__version__, pid=os.getpid(), layout_digest=self._layout_digest, name=self._name

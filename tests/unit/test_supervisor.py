@@ -178,3 +178,18 @@ def test_a_signal_does_not_take_the_exit_status_of_a_child_that_has_just_ended()
     child.signal(signal.SIGTERM)
     assert child.exited()
     assert child.reap() == 1
+
+
+def test_a_live_daemon_is_found_from_a_shell_with_another_runtime_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/of-the-service")
+    there = home.control_socket
+    lock.write_daemon_file(home, {"control_socket": str(there)})
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert home.control_socket != there
+    assert home.live_socket("control_socket") == there
+    assert home.live_socket("attach_socket") == home.attach_socket, "an older daemon does not say"
+    home.daemon_file.unlink()
+    assert home.live_socket("control_socket") == home.control_socket
