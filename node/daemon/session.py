@@ -281,7 +281,10 @@ class RunSession:
                 self.inventory = self._answers.inventory = await engine.inventory()
             except trio.BrokenResourceError:
                 return
-            self._observations.disk_bytes = self.inventory.disk_bytes
+            except EngineFailed as error:
+                log.debug("the engine's inventory cannot be had", why=str(error))
+            else:
+                self._observations.disk_bytes = self.inventory.disk_bytes
             await trio.sleep(2.0)
 
     async def _watch_supervisor(self) -> None:
