@@ -44,10 +44,6 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What people call this machine; shown in `status` and to peers."""
     threads: int = 0
     """CPU threads of the trainer, and the bound of the engine's; 0: what the libraries choose."""
-    max_upload_bytes: int = 0
-    """The most bytes to send in one round; 0: no limit."""
-    max_download_bytes: int = 0
-    """The most bytes to receive in one round; 0: no limit."""
     max_disk_bytes: int = 0
     """Disk for parts and snapshots; 0: no limit."""
     allow_functions: tuple[str, ...] = ()

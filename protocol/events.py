@@ -138,6 +138,8 @@ class Send:
 
     to: PeerId | None
     data: bytes
+    replaces: str | None = None
+    """A message still queued for the same peer under this key is outdated by this one (repetitions, heartbeats)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

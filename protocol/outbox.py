@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol import wire
 from protocol.events import Effect, Send
-from protocol.messages import Message, MessageT, Signed
+from protocol.messages import Heartbeat, Message, MessageT, Proposal, Ready, Roster, Signed
 from protocol.names import Keyring, PeerId
 
 
@@ -29,10 +29,15 @@ class Outbox:
         self.effects.append(effect)
 
     def broadcast(self, signed: Signed[Any]) -> None:
-        self.emit(Send(to=None, data=wire.encode(signed)))
+        self.emit(Send(to=None, data=wire.encode(signed), replaces=self._key(signed)))
 
     def send(self, to: PeerId, signed: Signed[Any]) -> None:
-        self.emit(Send(to=to, data=wire.encode(signed)))
+        self.emit(Send(to=to, data=wire.encode(signed), replaces=self._key(signed)))
+
+    def _key(self, signed: Signed[Any]) -> str | None:
+        """Of my own messages that are repeated until they are outdated, a slow link needs only the newest."""
+        repeated = isinstance(signed.message, Heartbeat | Ready | Roster | Proposal) and signed.sender == self.me
+        return type(signed.message).__name__ if repeated else None
 
     def tell(self, to: PeerId, message: Message) -> None:
         self.send(to, self.sign(message))

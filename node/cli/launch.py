@@ -74,8 +74,6 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
         max_rounds=operator.max_rounds,
         name=operator.name,
         threads=operator.threads,
-        max_upload_bytes=operator.max_upload,
-        max_download_bytes=operator.max_download,
         max_disk_bytes=operator.max_disk,
         allow_functions=operator.allow_function,
         log_level=operator.log_level,

@@ -64,14 +64,6 @@ ThreadsOption = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--threads", metavar="N", help="CPU threads; 0: as the libraries choose."),
 ]
-MaxUploadOption = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--max-upload", metavar="SIZE", help="The most to send in a round, such as 200MB."),
-]
-MaxDownloadOption = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--max-download", metavar="SIZE", help="The most to receive in a round."),
-]
 MaxDiskOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--max-disk", metavar="SIZE", help="Disk for results and snapshots."),
@@ -172,8 +164,6 @@ def daemon(
     max_rounds: MaxRoundsOption = None,
     name: NameOption = None,
     threads: ThreadsOption = None,
-    max_upload: MaxUploadOption = None,
-    max_download: MaxDownloadOption = None,
     max_disk: MaxDiskOption = None,
     allow_function: AllowFunctionOption = None,
     log_level: LogLevelOption = None,
@@ -194,8 +184,6 @@ def daemon(
         max_rounds=max_rounds,
         name=name,
         threads=threads,
-        max_upload=max_upload,
-        max_download=max_download,
         max_disk=max_disk,
         allow_function=allow_function,
         log_level=log_level,
@@ -216,8 +204,6 @@ def join_(
     max_rounds: MaxRoundsOption = None,
     name: NameOption = None,
     threads: ThreadsOption = None,
-    max_upload: MaxUploadOption = None,
-    max_download: MaxDownloadOption = None,
     max_disk: MaxDiskOption = None,
     allow_function: AllowFunctionOption = None,
     log_level: LogLevelOption = None,
@@ -240,8 +226,6 @@ def join_(
         max_rounds=max_rounds,
         name=name,
         threads=threads,
-        max_upload=max_upload,
-        max_download=max_download,
         max_disk=max_disk,
         allow_function=allow_function,
         log_level=log_level,

@@ -64,8 +64,6 @@ class OperatorSettings(BaseSettings):
     max_rounds: int | None = Field(None, ge=1)
     name: str | None = Field(None, min_length=1, max_length=64)
     threads: int = Field(0, ge=0, le=4096)
-    max_upload: Size = 0
-    max_download: Size = 0
     max_disk: Size = 0
     allow_function: Words = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"

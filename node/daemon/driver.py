@@ -160,7 +160,7 @@ class Driver:
     async def _perform(self, effect: events.Effect) -> None:
         match effect:
             case events.Send():
-                self._network.send(effect.to, effect.data)
+                self._network.send(effect.to, effect.data, replaces=effect.replaces)
             case events.Persist():
                 await self._to_disk(partial(self._store.write_journal, effect.journal))
             case events.Freeze():

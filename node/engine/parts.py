@@ -203,7 +203,10 @@ class PartStore:
             record = data[offset + _RECORD.size : offset + _RECORD.size + length]
             if len(record) != length or blake3(record).digest(8) != checksum:
                 break
-            ref = msgspec.msgpack.decode(record, type=PartRef)
+            try:
+                ref = msgspec.msgpack.decode(record, type=PartRef)
+            except msgspec.DecodeError:
+                break  # of another version of the software: no more use than a torn one
             roster.parts[ref.hash] = ref
             offset += _RECORD.size + length
         if offset < len(data):

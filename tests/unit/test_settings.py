@@ -44,7 +44,7 @@ def test_lists_come_from_all_three(home: Home, monkeypatch: pytest.MonkeyPatch) 
     [("0", 0), ("250MB", 250_000_000), ("2GiB", 2 << 30), ("1.5k", 1500), ("10", 10), ("3 TB", 3 * 10**12)],
 )
 def test_sizes(home: Home, text: str, size: int) -> None:
-    assert resolve(home, {"max_upload": text}).max_upload == size
+    assert resolve(home, {"max_disk": text}).max_disk == size
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_sizes(home: Home, text: str, size: int) -> None:
         ({"http": "a:99999"}, "--http cannot be 'a:99999': write HOST:PORT such as 127.0.0.1:8080, or off"),
         ({"data_port": 70_000}, "--data-port cannot be 70000: input should be less than or equal to 65535"),
         ({"max_rounds": 0}, "--max-rounds cannot be 0: input should be greater than or equal to 1"),
-        ({"max_upload": "much"}, "--max-upload cannot be 'much': write a size such as 250MB or 2GiB"),
+        ({"max_disk": "much"}, "--max-disk cannot be 'much': write a size such as 250MB or 2GiB"),
         ({"name": "a\x1b[31m"}, "--name cannot be 'a\\x1b[31m': use printable characters"),
         ({"log_level": "loud"}, "--log-level cannot be 'loud': input should be 'debug', 'info', 'warning' or 'error'"),
     ],
@@ -102,8 +102,6 @@ def test_every_setting_of_the_operator_reaches_the_daemon() -> None:
     """The two lists differ only where launching resolves something."""
     daemon = set(DaemonSettings.__struct_fields__)
     renamed = {
-        "max_upload": "max_upload_bytes",
-        "max_download": "max_download_bytes",
         "max_disk": "max_disk_bytes",
         "allow_function": "allow_functions",
     }
