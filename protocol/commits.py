@@ -8,7 +8,7 @@ from protocol.chain import ChainState, coordinator, decision, member, quorum
 from protocol.messages import Certificate, Commit, PartHeader, Reformed, ReformVote, Roster, Signed
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.planning import check_plan, contributing_of, deal
-from protocol.rules import Rules
+from protocol.rules import Quorum, Rules
 from protocol.wire import encode_body, roster_id, signing_bytes, verify
 
 
@@ -110,6 +110,10 @@ def verify_reform(state: ChainState, rules: Rules, reformed: Reformed, keyring: 
         raise InvalidCommit(f"a reform of {len(reform.members)} members is below min_peers = {rules.min_peers}")
     if all(member(state, peer) is None for peer in reform.members):
         raise InvalidCommit("a reform without a single member of the lineage that it leaves")
+    outsiders = [peer for peer in reform.members if member(state, peer) is None]
+    if outsiders and rules.quorum is Quorum.TWO_THIRDS:
+        # In an open run keys cost nothing: one member and many of its own would outnumber everybody.
+        raise InvalidCommit(f"{outsiders[0]} is in a reform of an open run without being a member; let it join first")
     if rules.allowed_peers is not None:
         for peer in reform.members:
             if member(state, peer) is None and peer not in rules.allowed_peers:

@@ -546,7 +546,11 @@ def test_reforms() -> None:
     members = PEERS[:2]
     good = make_reform(STATE, members)
     verify_reform(STATE, RULES, good, KEYRING)
-    verify_reform(STATE, RULES, make_reform(STATE, (*members, "Caught")), KEYRING)
+    verify_reform(STATE, replace(RULES, quorum=Quorum.MAJORITY), make_reform(STATE, (*members, "Caught")), KEYRING)
+    with pytest.raises(InvalidCommit, match="Caught is in a reform of an open run without being a member"):
+        verify_reform(
+            STATE, replace(RULES, quorum=Quorum.TWO_THIRDS), make_reform(STATE, (*members, "Caught")), KEYRING
+        )
     cases = {
         "below min_peers": make_reform(STATE, members[:1]),
         "not one signature of each": make_reform(STATE, members, signers=members[:1]),
