@@ -119,10 +119,15 @@ class StatusView:
             parameters=session.rules.elements if session is not None else 0,
             disk_bytes=seen.disk_bytes,
             resident_bytes=self._resident_bytes,
-            problems={**seen.problems, **self._network.problems()},
+            problems={**seen.problems, **self._network.problems(), **self._dropped_by_engine()},
             http=self.http,
             uptime_s=trio.current_time() - seen.started_s,
         )
+
+    def _dropped_by_engine(self) -> dict[str, int]:
+        """What strangers and peers sent to the data port and was refused there."""
+        inventory = self.session.inventory if self.session is not None else None
+        return {f"data channel: {why}": count for why, count in inventory.dropped.items()} if inventory else {}
 
     def _members_alive(self) -> int:
         machine = self.session.machine if self.session is not None else None
@@ -145,7 +150,7 @@ class StatusView:
             rows.append(
                 MemberStatus(
                     peer_id=peer,
-                    name=record.name if record is not None else None,
+                    name=(record.name or None) if record is not None else None,
                     addresses=record.addresses if record is not None else (),
                     connected=link is not None,
                     alive=peer in live or peer == self._identity.peer_id,
