@@ -37,6 +37,8 @@ class FrameStream(Generic[InT, OutT]):
         self._decoder: msgspec.msgpack.Decoder[InT] = msgspec.msgpack.Decoder(incoming)
         self._encoder = msgspec.msgpack.Encoder()
         self._send_lock = trio.Lock()
+        self._torn = False
+        """A frame was begun and not ended."""
         self._buffer = bytearray()
         self._fds: list[int] = []
 
@@ -45,6 +47,9 @@ class FrameStream(Generic[InT, OutT]):
         payload = self._encoder.encode(message)
         data = memoryview(_LENGTH.pack(len(payload)) + payload)
         async with self._send_lock:
+            if self._torn:
+                raise trio.BrokenResourceError("an earlier frame was cut by a cancellation: nothing can follow it")
+            self._torn = True
             try:
                 if fds:
                     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
@@ -54,6 +59,7 @@ class FrameStream(Generic[InT, OutT]):
                     data = data[await self._socket.send(data) :]
             except OSError as error:
                 raise trio.BrokenResourceError from error
+            self._torn = False
 
     async def receive(self) -> InT:
         """The next message. Raises `trio.EndOfChannel` at a clean end, `FrameError` on anything malformed."""

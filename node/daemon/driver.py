@@ -7,6 +7,7 @@ so heartbeats never wait for bytes. The vote journal is waited for: nothing may 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from protocol.rules import Rules
 log = structlog.get_logger()
 
 FETCH_PARTS_S = 30.0
+STOPPED_KEPT = 64
 WAITING_MESSAGES = 256
 """Messages of peers between the network's inbox, which is fair and bounded, and the machine."""
 DISK_RETRY_S = 2.0
@@ -99,7 +101,8 @@ class Driver:
         self._room_for_messages = trio.Semaphore(WAITING_MESSAGES)
         self._nursery: trio.Nursery
         self._outcome: Behind | Over | None = None
-        self._snapshot_scope = trio.CancelScope()
+        self._stopped: deque[Digest] = deque(maxlen=STOPPED_KEPT)
+        """Rosters that were stopped, in case their start is still on its way to the engine."""
         self._snapshot_done = trio.Event()
         self._snapshot_done.set()
         self._between_rounds = trio.Event()
@@ -170,6 +173,7 @@ class Driver:
                 if effect.my_index is not None:
                     self._nursery.start_soon(self._start_exchange, effect)
             case events.StopExchange():
+                self._stopped.append(effect.roster_id)
                 self._nursery.start_soon(self._ask, partial(self._engine.stop_exchange, roster_id=effect.roster_id))
             case events.HeaderSigned():
                 header = part_ref(effect.signed) if effect.signed is not None else None
@@ -267,6 +271,8 @@ class Driver:
         assert effect.my_index is not None
         base = effect.roster.message.base.digest()
         signatures = await trio.to_thread.run_sync(self._training.leaf_signatures, base)
+        if effect.roster_id in self._stopped:
+            return
         request = exchange_request(effect.roster_id, effect.roster.message, effect.my_index, self._rules, signatures)
         await self._ask(partial(self._engine.exchange, request))
 

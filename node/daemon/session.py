@@ -28,6 +28,7 @@ from node.daemon.supervisor_client import EngineHandle, EngineRestarted, Supervi
 from node.daemon.trainer_host import TrainerHost
 from node.daemon.training import Training
 from node.engine import api
+from node.errors import OperatorError
 from node.manifest import Manifest, SignedManifest, rules_of
 from node.settings import DaemonSettings
 from protocol import events
@@ -38,6 +39,7 @@ from protocol.peer import PeerMachine
 
 ARTIFACT_TIMEOUT_S = 3600.0
 ARTIFACT_RETRY_S = 2.0
+ENGINE_RETRY_S = 5.0
 FP32_BYTES = 4
 
 log = structlog.get_logger()
@@ -81,6 +83,7 @@ class RunSession:
         self._answers = Answers(self.store)
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
+        self._engine_was_open = False
         self._left_state: ChainState | None = None
 
     @property
@@ -95,6 +98,12 @@ class RunSession:
     async def run(self) -> None:
         """Returns when the run is over for this node. Raises `OperatorError`, `Fallen`."""
         self.store.open()
+        try:
+            await self._live()
+        finally:
+            self.store.close()
+
+    async def _live(self) -> None:
         self._answers.serve(self._network)
         while True:
             try:
@@ -178,32 +187,45 @@ class RunSession:
         certificate = create_data_certificate(self._identity.peer_id)
         rounds = self.manifest.rounds
         limits = self.manifest.limits
-        opened = await engine.open(
-            api.Open(
-                id=0,
-                directory=str(self._engine_directory),
-                peer_id=self._identity.peer_id,
-                certificate_pem=certificate.certificate_pem,
-                key_pem=certificate.key_pem,
-                listen_host=self._network.data_host,
-                listen_port=self._settings.data_port,
-                elements=self.rules.elements,
-                buffer_elements=self.rules.buffer_elements,
-                part_elements=self.rules.part_elements,
-                codec=rounds.codec,
-                sum_codec=rounds.sum_codec,
-                momentum=self.rules.momentum,
-                keep_rounds=limits.keep_rounds,
-                keep_snapshots=limits.keep_snapshots,
-                disk_limit_bytes=self._settings.max_disk_bytes,
-                threads=self._settings.threads,
-            ),
-            fds=(handle.theta_fd, handle.momentum_fd, handle.delta_fd),
+        request = api.Open(
+            id=0,
+            directory=str(self._engine_directory),
+            peer_id=self._identity.peer_id,
+            certificate_pem=certificate.certificate_pem,
+            key_pem=certificate.key_pem,
+            listen_host=self._network.data_host,
+            listen_port=self._settings.data_port,
+            elements=self.rules.elements,
+            buffer_elements=self.rules.buffer_elements,
+            part_elements=self.rules.part_elements,
+            codec=rounds.codec,
+            sum_codec=rounds.sum_codec,
+            momentum=self.rules.momentum,
+            keep_rounds=limits.keep_rounds,
+            keep_snapshots=limits.keep_snapshots,
+            disk_limit_bytes=self._settings.max_disk_bytes,
+            threads=self._settings.threads,
         )
+        opened = await self._opened(engine, request, (handle.theta_fd, handle.momentum_fd, handle.delta_fd))
         self._network.membership.publish(
             data_addresses=self._network.data_addresses(opened.port), certificate_sha256=certificate.sha256
         )
         log.info("engine ready", data_port=opened.port)
+
+    async def _opened(self, engine: EngineClient, request: api.Open, fds: tuple[int, int, int]) -> api.Opened:
+        """What hinders the first start is the operator's to mend; later (a full disk, say) it is waited for."""
+        while True:
+            try:
+                opened = await engine.open(request, fds=fds)
+            except EngineFailed as error:
+                if not self._engine_was_open:
+                    raise OperatorError(str(error)) from error
+                self._observations.setting_up("starting", f"the engine cannot start yet: {error}")
+                log.error("the engine cannot start yet", why=str(error))
+                await trio.sleep(ENGINE_RETRY_S)
+                continue
+            self._engine_was_open = True
+            return opened
 
     async def _pump_engine(self, engine: EngineClient) -> None:
         async with trio.open_nursery() as nursery:
