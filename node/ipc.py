@@ -49,14 +49,15 @@ class FrameStream(Generic[InT, OutT]):
         async with self._send_lock:
             if self._torn:
                 raise trio.BrokenResourceError("an earlier frame was cut by a cancellation: nothing can follow it")
-            self._torn = True
             try:
                 if fds:
                     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
                     sent = await self._socket.sendmsg([data], ancillary)
                     data = data[sent:]
+                    self._torn = True
                 while data:
                     data = data[await self._socket.send(data) :]
+                    self._torn = True
             except OSError as error:
                 raise trio.BrokenResourceError from error
             self._torn = False
