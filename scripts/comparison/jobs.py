@@ -5,7 +5,6 @@ Nothing here is in the module that is started: a spawned process imports it by n
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -38,7 +37,6 @@ def train(home: str, name: str, device: str, threads: int) -> training.Curve:
 
     if name in (DILOCO, CODED):
         return training.diloco(trial, coded=name == CODED, report=tell)
-    torch.set_num_threads(os.cpu_count() or 1)  # one after the other, and nobody's bits to match
     return training.adamw(trial, wide=name == WIDE, report=tell)
 
 

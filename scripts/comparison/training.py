@@ -86,20 +86,27 @@ class Trial:
 
 
 class Worker:
-    """One virtual member: its local model, its inner optimizer, and what of it is in no commit yet."""
+    """One virtual member: its local model, its inner optimizer, and what of it is in no commit yet.
 
-    def __init__(self, trial: Trial) -> None:
+    It begins with its first steps; after round 0 it is a joiner, whose rate rises from zero.
+    """
+
+    def __init__(self, trial: Trial, theta_n: torch.Tensor, *, joins_late: bool) -> None:
         self._trial = trial
-        self._training = trial.training(trial.initial_n)
+        self._training = trial.training(theta_n)
+        self._joins_late = joins_late
+        self._steps = 0
         self._source = trial.source()  # its own: workers train in threads of their own
-        self.local_n = trial.initial_n.clone()
+        self.local_n = theta_n.clone()
 
     def train(self, round_: Round, batches: tuple[Batch, ...]) -> None:
         first = round_.number * self._trial.manifest.rounds.steps
         torch.set_num_threads(self._trial.threads)  # holds for the calling thread
         load_flat(self._training.model, self.local_n)
         for step, batch in enumerate(batches):
-            self._training.step(self._source.read(batch), run_step=first + step)
+            fresh_steps = self._steps if self._joins_late else None
+            self._training.step(self._source.read(batch), run_step=first + step, fresh_steps=fresh_steps)
+            self._steps += 1
         flatten(self._training.model, self.local_n)
 
 
@@ -133,18 +140,23 @@ def diloco(trial: Trial, *, coded: bool, report: Report) -> Curve:
     for round_ in trial.work.rounds:
         before_n = outer.theta_n.clone()
         for member in round_.members:
-            if member.peer not in workers:
-                workers[member.peer] = Worker(trial)
+            if member.peer not in workers and member.batches:
+                workers[member.peer] = Worker(trial, before_n, joins_late=round_.number > 0)
             tokens += sum(map(sequences_of, member.batches)) * manifest.data.sequence_tokens
         with ThreadPoolExecutor(len(round_.members)) as side_by_side:
-            ended = [side_by_side.submit(workers[one.peer].train, round_, one.batches) for one in round_.members]
+            ended = [
+                side_by_side.submit(workers[member.peer].train, round_, member.batches)
+                for member in round_.members
+                if member.batches
+            ]
         for one in ended:
             one.result()
         curve.steps += max(len(member.batches) for member in round_.members)
         deltas = {peer: before_n - worker.local_n for peer, worker in workers.items()}
         outer.step(round_, deltas)
         for member in round_.members:
-            take_over(workers[member.peer].local_n, before_n, outer.theta_n, member, rules.part_elements)
+            if member.peer in workers:
+                take_over(workers[member.peer].local_n, before_n, outer.theta_n, member, rules.part_elements)
         load_flat(meter.model, outer.theta_n)
         curve.add(tokens, trial.validate(meter))
         curve.state_hash = outer.state_hash()
