@@ -25,8 +25,8 @@ CPU_TRAINER_BYTES_PER_PARAMETER = 16
 """A trainer on the CPU: parameters, gradients and AdamW's two moments, fp32."""
 PROCESSES_BYTES = 700 * MIB
 """The four processes themselves, PyTorch included, without anything that grows with the model."""
-TRAINER_CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""On disk: local parameters and AdamW's moments."""
+TRAINER_CHECKPOINT_BYTES_PER_PARAMETER = 16
+"""On disk: AdamW's two moments, the newest checkpoint and the one being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from protocol.peer import PeerMachine
 ARTIFACT_TIMEOUT_S = 3600.0
 ARTIFACT_RETRY_S = 2.0
 ENGINE_RETRY_S = 5.0
+INVENTORY_EVERY_S = 2.0
 FP32_BYTES = 4
 
 log = structlog.get_logger()
@@ -307,7 +308,10 @@ class RunSession:
                 log.debug("the engine's inventory cannot be had", why=str(error))
             else:
                 self._observations.disk_bytes = self.inventory.disk_bytes
-            await trio.sleep(2.0)
+            machine = self.machine
+            if machine is not None and machine.phase != "training":
+                self._host.explain(machine.reason)  # what a trainer that has contributed waits for
+            await trio.sleep(INVENTORY_EVERY_S)
 
     async def _watch_supervisor(self) -> None:
         async for event in self._supervisor.events:
