@@ -37,7 +37,15 @@ class Ballots:
         return True
 
     def enter_later(self) -> bool:
-        later = self.record.agreement.later_attempt(self.record.attempt)
+        """Follow electors that have gone on. Their votes show it, and before those their ROSTERs and HEARTBEATs: whoever
+        waited for the votes of an attempt would miss its exchange.
+        """
+        record = self.record
+        seen = {peer: heard.attempt for peer, heard in record.standing.fresh.items() if heard.base == record.base}
+        for candidate in record.candidates.values():
+            leader, attempt = candidate.signed.sender, candidate.roster.attempt
+            seen[leader] = max(attempt, seen.get(leader, -1))
+        later = record.agreement.later_attempt(record.attempt, seen)
         return later is not None and self._enter(later)
 
     def _length_s(self, short_s: float | None = None) -> float:

@@ -7,13 +7,15 @@ that is not older.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from protocol.messages import NIL, Certificate, Signed, Vote
 from protocol.names import Digest, PeerId
 
 PHASES = (1, 2)
+NOTHING_SEEN: Mapping[PeerId, int] = MappingProxyType({})
 ATTEMPTS_KEPT = 16
 """Attempts whose votes are kept per elector; a CC may come that many attempts late."""
 
@@ -114,10 +116,15 @@ class Agreement:
         missing = len(self.electors) - len(votes)
         return max(counts.values(), default=0) + missing < self.quorum
 
-    def later_attempt(self, attempt: int) -> int | None:
-        """The highest attempt after `attempt` that more than `n - q` electors have voted in or beyond."""
+    def later_attempt(self, attempt: int, seen: Mapping[PeerId, int] = NOTHING_SEEN) -> int | None:
+        """The highest attempt after `attempt` that more than `n - q` electors have entered.
+
+        Args:
+            seen: attempts that peers have shown themselves in other than by a vote (a ROSTER of theirs, a HEARTBEAT).
+        """
         needed = len(self.electors) - self.quorum + 1
-        later = sorted((highest for highest in self._highest.values() if highest > attempt), reverse=True)
+        entered = (max(self._highest.get(peer, -1), seen.get(peer, -1)) for peer in self.electors)
+        later = sorted((highest for highest in entered if highest > attempt), reverse=True)
         return later[needed - 1] if len(later) >= needed else None
 
     # ------------------------------------------------------------ what I may do
