@@ -37,8 +37,8 @@ class Ballots:
         return True
 
     def enter_later(self) -> bool:
-        """Follow electors that have gone on. Their votes show it, and before those their ROSTERs and HEARTBEATs: whoever
-        waited for the votes of an attempt would miss its exchange.
+        """Follow electors that have gone on. Their votes show it, and before those their ROSTERs and HEARTBEATs:
+        whoever waited for the votes of an attempt would miss its exchange.
         """
         record = self.record
         seen = {peer: heard.attempt for peer, heard in record.standing.fresh.items() if heard.base == record.base}
