@@ -6,24 +6,20 @@ attaches); what must last lies in the store and in the engine's folder.
 
 from __future__ import annotations
 
-from contextlib import aclosing
-
 import structlog
 import trio
 
-from node.daemon import rpc
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp
 from node.daemon.contribution import WorkLedger
 from node.daemon.driver import LEAVE_SPREADS_S, Behind, Driver, Over
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
+from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
 from node.daemon.network import Network
 from node.daemon.observations import Observations
-from node.daemon.requests import signed_header
 from node.daemon.store import JournalState, Store
-from node.daemon.streams import RequestFailed
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
 from node.daemon.trainer_host import TrainerHost
 from node.daemon.training import Training
@@ -33,7 +29,7 @@ from node.manifest import Manifest, SignedManifest, rules_of
 from node.settings import DaemonSettings
 from protocol import events
 from protocol.chain import ChainState
-from protocol.messages import Commit, PartHeader
+from protocol.messages import Commit
 from protocol.names import Base, Digest
 from protocol.peer import PeerMachine
 
@@ -82,6 +78,7 @@ class RunSession:
         self.engine: EngineClient | None = None
         self.driver: Driver | None = None
         self._answers = Answers(self.store)
+        self._feed = EngineFeed(network=network, observations=observations, post=self._post)
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
         self._engine_was_open = False
@@ -166,8 +163,8 @@ class RunSession:
                 nursery.start_soon(self._receive_from_engine, engine)
                 self.engine = self._answers.engine = engine
                 await self._open_engine(engine, handle)
-                nursery.start_soon(self._pump_engine, engine)
-                nursery.start_soon(self._keep_peers, engine)
+                nursery.start_soon(self._feed.pump, engine)
+                nursery.start_soon(self._feed.keep_peers, engine)
                 nursery.start_soon(self._watch_supervisor)
                 nursery.start_soon(self._watch_inventory, engine)
                 await self._obtain_artifacts(engine)
@@ -228,74 +225,9 @@ class RunSession:
             self._engine_was_open = True
             return opened
 
-    async def _pump_engine(self, engine: EngineClient) -> None:
-        async with trio.open_nursery() as nursery:
-            async for event in engine.events:
-                match event:
-                    case api.TokenWanted():
-                        nursery.start_soon(self._fetch_token, engine, event.peer_id)
-                    case api.HeaderWanted():
-                        self._post(
-                            events.HeaderDraft(
-                                header=PartHeader(
-                                    roster_id=event.roster_id,
-                                    part=event.part,
-                                    bitmap=event.bitmap,
-                                    hash=event.hash,
-                                    length=event.length,
-                                )
-                            )
-                        )
-                    case api.PartHeld():
-                        self._post(events.PartHeld(header=signed_header(event.header)))
-                    case api.ExchangeEnded():
-                        self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
-                        self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))
-                    case api.StorageFailed():
-                        log.error("received bytes cannot be stored", why=event.reason)
-                        self._observations.count(["storing failed"])
-                        self._post(events.StorageAble(able=False))
-                    case api.StorageWorks():
-                        self._post(events.StorageAble(able=True))
-                    case api.PeerRate():
-                        self._network.record_rate(
-                            event.peer_id,
-                            sent_bytes_s=event.sent_bytes_s,
-                            received_bytes_s=event.received_bytes_s,
-                        )
-
     def _post(self, event: events.Event) -> None:
         if self.driver is not None:
             self.driver.post(event)
-
-    async def _fetch_token(self, engine: EngineClient, peer_id: str) -> None:
-        token: bytes | None = None
-        try:
-            token = await self._network.request(peer_id, rpc.DATA_TOKEN, b"", timeout_s=rpc.TOKEN_EXPIRES_S / 2)
-        except RequestFailed as error:
-            log.debug("no token for a data channel", peer=peer_id, why=str(error))
-        try:
-            await engine.dial_token(peer_id=peer_id, token=token)
-        except (EngineFailed, trio.BrokenResourceError) as error:
-            log.debug("the engine did not take a token", peer=peer_id, why=str(error))
-
-    async def _keep_peers(self, engine: EngineClient) -> None:
-        """The engine's directory of other engines follows the membership records."""
-        async with aclosing(self._network.membership.changes()) as changes:
-            async for _ in changes:
-                peers = tuple(
-                    api.Peer(
-                        peer_id=record.peer_id,
-                        addresses=record.data_addresses,
-                        certificate_sha256=record.certificate_sha256,
-                    )
-                    for record in self._network.membership.records.values()
-                    if record.peer_id != self._identity.peer_id and record.certificate_sha256
-                )
-                try:
-                    await engine.set_peers(peers)
-                except trio.BrokenResourceError:
-                    return
 
     async def _watch_inventory(self, engine: EngineClient) -> None:
         """What the engine has on disk, fresh enough for `status` and for joiners' questions."""

@@ -1,0 +1,95 @@
+"""What the engine asks and tells, passed on to where it belongs; who its peers are, kept up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+
+import structlog
+import trio
+
+from node.daemon import rpc
+from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.network import Network
+from node.daemon.observations import Observations
+from node.daemon.requests import signed_header
+from node.daemon.streams import RequestFailed
+from node.engine import api
+from protocol import events
+from protocol.messages import PartHeader
+
+log = structlog.get_logger()
+
+
+class EngineFeed:
+    """Both tasks end with the engine they serve."""
+
+    def __init__(self, *, network: Network, observations: Observations, post: Callable[[events.Event], None]) -> None:
+        self._network = network
+        self._observations = observations
+        self._post = post
+
+    async def pump(self, engine: EngineClient) -> None:
+        async with trio.open_nursery() as nursery:
+            async for event in engine.events:
+                match event:
+                    case api.TokenWanted():
+                        nursery.start_soon(self._fetch_token, engine, event.peer_id)
+                    case api.HeaderWanted():
+                        self._post(
+                            events.HeaderDraft(
+                                header=PartHeader(
+                                    roster_id=event.roster_id,
+                                    part=event.part,
+                                    bitmap=event.bitmap,
+                                    hash=event.hash,
+                                    length=event.length,
+                                )
+                            )
+                        )
+                    case api.PartHeld():
+                        self._post(events.PartHeld(header=signed_header(event.header)))
+                    case api.ExchangeEnded():
+                        self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
+                        self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))
+                    case api.StorageFailed():
+                        log.error("received bytes cannot be stored", why=event.reason)
+                        self._observations.count(["storing failed"])
+                        self._post(events.StorageAble(able=False))
+                    case api.StorageWorks():
+                        self._post(events.StorageAble(able=True))
+                    case api.PeerRate():
+                        self._network.record_rate(
+                            event.peer_id,
+                            sent_bytes_s=event.sent_bytes_s,
+                            received_bytes_s=event.received_bytes_s,
+                        )
+
+    async def _fetch_token(self, engine: EngineClient, peer_id: str) -> None:
+        token: bytes | None = None
+        try:
+            token = await self._network.request(peer_id, rpc.DATA_TOKEN, b"", timeout_s=rpc.TOKEN_EXPIRES_S / 2)
+        except RequestFailed as error:
+            log.debug("no token for a data channel", peer=peer_id, why=str(error))
+        try:
+            await engine.dial_token(peer_id=peer_id, token=token)
+        except (EngineFailed, trio.BrokenResourceError) as error:
+            log.debug("the engine did not take a token", peer=peer_id, why=str(error))
+
+    async def keep_peers(self, engine: EngineClient) -> None:
+        """The engine's directory of other engines follows the membership records."""
+        async with aclosing(self._network.membership.changes()) as changes:
+            async for _ in changes:
+                peers = tuple(
+                    api.Peer(
+                        peer_id=record.peer_id,
+                        addresses=record.data_addresses,
+                        certificate_sha256=record.certificate_sha256,
+                    )
+                    for record in self._network.membership.records.values()
+                    if record.peer_id != self._network.peer_id and record.certificate_sha256
+                )
+                try:
+                    await engine.set_peers(peers)
+                except trio.BrokenResourceError:
+                    return
