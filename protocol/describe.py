@@ -19,8 +19,8 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
     """(phase, reason). The reason is one sentence and never empty."""
     round_ = machine.round
     number = machine.state.base.round
-    if machine.alarmed:
-        return "paused", "an alarm stopped this node; its home is kept for a report"
+    if machine.stopped:
+        return "paused", "an alarm, or a state that the others do not hold, stopped the rounds here; the log says which"
     if machine.finished:
         return "finished", f"the run is over after {number} rounds; commits and parts are still served"
     if machine.final:

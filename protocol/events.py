@@ -215,9 +215,24 @@ class Misbehaved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Something that must stop the node: two decisions for one round, or a corrupt state."""
+    """Something that must stop the node: two decisions for one round."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCorrupt:
+    """A quorum holds another outer state of the place where I stand: mine is corrupt (section 8).
+
+    The machine does nothing more: the driver sets the state aside, catches up, and builds a new machine.
+    """
+
+    base: Base
+    """Mine, with my state's hash."""
+    agreed: Digest
+    """The hash that the electors name."""
+    electors: int
+    """How many of them do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,5 +253,6 @@ Effect: TypeAlias = (
     | CatchUp
     | Misbehaved
     | Alarm
+    | StateCorrupt
     | Finished
 )

@@ -33,6 +33,7 @@ from protocol.events import (
     PartsFetched,
     Persist,
     Received,
+    StateCorrupt,
     StorageAble,
     TrainerProgress,
 )
@@ -103,7 +104,8 @@ class PeerMachine:
             misbehaved=self._misbehaved,
         )
         self.state = state
-        self.alarmed = False
+        self.stopped = False
+        """After an alarm, or on a corrupt state: nothing is done any more."""
         self.next_wakeup_s = now_s
         self._barred: tuple[Digest, ...] = ()
         self.past = Past(self.standing)
@@ -129,7 +131,7 @@ class PeerMachine:
         """Take in one event; the effects are to be performed strictly in the order given."""
         self.outbox.now_s = max(now_s, self.outbox.now_s)
         self._refresh()
-        if not self.alarmed:
+        if not self.stopped:
             self._take(event)
             self._advance()
         self.next_wakeup_s = self.outbox.wakeup_s
@@ -251,13 +253,13 @@ class PeerMachine:
             return
         if (base.lineage, base.round, base.prev) != (mine.lineage, mine.round, mine.prev):
             return
+        if mine.round == 0:
+            return  # the manifest says what the first state is, and nobody else
         named = self._foreign_states.setdefault(base.state_hash, set())
         named.add(signed.sender)
         if len(named) >= chain.quorum(self.state, self.rules):
-            self._alarm(
-                f"{len(named)} electors hold another state of round {mine.round} ({base.state_hash.hex()[:16]}, mine "
-                f"is {mine.state_hash.hex()[:16]}): this node's outer state is corrupt; set it aside and catch up"
-            )
+            self.stopped = True
+            self.outbox.emit(StateCorrupt(base=mine, agreed=base.state_hash, electors=len(named)))
 
     # ------------------------------------------------------------ content by hash
 
@@ -334,7 +336,7 @@ class PeerMachine:
     # ------------------------------------------------------------ what follows
 
     def _advance(self) -> None:
-        while not self.alarmed:
+        while not self.stopped:
             self.outbox.wakeup_s = float("inf")
             base = self.state.base
             if self.final:
@@ -345,7 +347,7 @@ class PeerMachine:
                     self._reborn(reformed)
                 else:
                     self.round.advance()
-            self.alarmed = self.alarmed or any(isinstance(effect, Alarm) for effect in self.outbox.effects)
+            self.stopped = self.stopped or any(isinstance(effect, Alarm) for effect in self.outbox.effects)
             if self.state.base == base:
                 break
         self.announcer.beat(self.state, self.round.attempt)
@@ -401,7 +403,7 @@ class PeerMachine:
         self.outbox.emit(Misbehaved(peer=peer, why=why))
 
     def _alarm(self, text: str) -> None:
-        self.alarmed = True
+        self.stopped = True
         self.outbox.emit(Alarm(text=text))
 
     # ------------------------------------------------------------ for status

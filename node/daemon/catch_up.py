@@ -54,6 +54,15 @@ class Followed(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldState:
+    """The outer state that the engine's memory holds."""
+
+    round: int
+    state_hash: Digest
+    """Computed here; the run may have agreed on another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTip:
     peer: PeerId
     tip: rpc.Tip
@@ -95,19 +104,19 @@ class CatchUp:
         self._engine = engine
         self._store = store
         self._observations = observations
-        self._engine_round: int | None = None
-        """Round of the state that the engine holds; None: it holds none that is of use."""
+        self._held: HeldState | None = None
+        """What the engine holds; None: no state that is of use."""
         self._no_help: set[PeerId] = set()
         """Peers whose chain did not bring this node any further, whatever they say of it."""
 
-    async def run(self, engine_round: int | None, lineage: Digest | None = None) -> ChainState:
-        """`engine_round`: round of the state that the engine holds, None if it holds none. Returns the tip's state.
+    async def run(self, held: HeldState | None, lineage: Digest | None = None) -> ChainState:
+        """`held`: the state that the engine holds, None if it holds none. Returns the tip's state.
 
         `lineage`: the one that won (`protocol.lineages`): if this node's chain is not part of it, what is behind the
         branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
         """
         self._no_help.clear()
-        self._engine_round = engine_round
+        self._held = held
         while True:
             tips = await self._ask_tips()
             try:
@@ -115,7 +124,7 @@ class CatchUp:
                     won = tip.tip.lineage == lineage != self._store.state.base.lineage
                     followed = await self._extend_chain(tip, may_leave=won)
                     if followed is Followed.ANOTHER_LINEAGE:
-                        self._engine_round = None
+                        self._held = None
                     if followed is not Followed.NOTHING:
                         break
                     self._no_help.add(tip.peer)
@@ -239,25 +248,42 @@ class CatchUp:
         """Raises `StateUnavailable` with one sentence when no connected peer has what is missing, or `EngineFailed`."""
         target = self._store.state.base.round
         sources = tuple(tip.peer for tip in tips)
-        if self._engine_round is None:
-            self._engine_round = await self._load_local()
-        offer = self._best_snapshot(self._engine_round, target, tips)
-        if offer is not None and (
-            self._engine_round is None or offer.round - self._engine_round > SNAPSHOT_COSTS_ROUNDS
-        ):
+        await self._trust_what_is_held()
+        if self._held is None:
+            self._held = await self._load_local()
+        offer = self._best_snapshot(target, tips)
+        if offer is not None and (self._held is None or offer.round - self._held.round > SNAPSHOT_COSTS_ROUNDS):
             await self._load_from_peers(offer, tips)
-        if self._engine_round is None:
-            await self._load_initial()
-            self._engine_round = 0
+        if self._held is None:
+            self._held = await self._load_initial()
         try:
-            await self._replay(self._engine_round, target, sources)
+            await self._replay(target, sources)
         except StateUnavailable:
-            if offer is None or (self._engine_round is not None and offer.round <= self._engine_round):
+            if offer is None or (self._held is not None and offer.round <= self._held.round):
                 raise
             await self._load_from_peers(offer, tips)
-            await self._replay(offer.round, target, sources)
+            await self._replay(target, sources)
 
-    async def _load_local(self) -> int | None:
+    async def _trust_what_is_held(self) -> None:
+        """What the engine holds is of use unless the run has meanwhile agreed on another state of that round."""
+        held = self._held
+        agreed = self._store.state_hash_at(held.round) if held is not None else None
+        if held is not None and agreed not in (None, held.state_hash):
+            assert agreed is not None
+            await self.set_aside(
+                held,
+                f"the run agreed on {agreed.hex()[:16]} for round {held.round}, not on {held.state_hash.hex()[:16]}",
+            )
+
+    async def set_aside(self, held: HeldState, why: str) -> None:
+        """The state here is corrupt: keep what is on disk of it apart, and use it no more. Raises `EngineFailed`."""
+        log.critical("this node's outer state is corrupt: it is set aside and fetched anew", why=why)
+        self._observations.count(["corrupt state set aside"])
+        self._observations.setting_up("catching-up", f"the outer state here was corrupt and is set aside: {why}")
+        self._held = None
+        await self._engine.set_aside(round=held.round, state_hash=held.state_hash, reason=why)
+
+    async def _load_local(self) -> HeldState | None:
         """The newest snapshot on this disk that lies on the chain."""
         inventory = await self._engine.inventory()
         for snapshot in sorted(inventory.snapshots, key=lambda snapshot: -snapshot.round):
@@ -269,10 +295,10 @@ class CatchUp:
                 log.warning("a snapshot on this disk cannot be used", round=snapshot.round, why=str(error))
                 self._observations.count(["snapshot set aside"])
                 continue
-            return snapshot.round
+            return HeldState(round=snapshot.round, state_hash=snapshot.state_hash)
         return None
 
-    async def _load_initial(self) -> None:
+    async def _load_initial(self) -> HeldState:
         artifact = self._manifest.artifacts[self._manifest.initial_state]
         loaded = await self._engine.load_initial(hash=bytes.fromhex(artifact.hash))
         if loaded.state_hash.hex() != self._manifest.initial_state_hash:
@@ -280,17 +306,16 @@ class CatchUp:
                 f"the initial state hashes to {loaded.state_hash.hex()[:16]}, the manifest says "
                 f"{self._manifest.initial_state_hash[:16]}: its creator must make the run anew"
             )
+        return HeldState(round=0, state_hash=loaded.state_hash)
 
-    def _best_snapshot(
-        self, engine_round: int | None, target: int, tips: Sequence[PeerTip]
-    ) -> rpc.SnapshotOffer | None:
+    def _best_snapshot(self, target: int, tips: Sequence[PeerTip]) -> rpc.SnapshotOffer | None:
         """The newest that is offered, certified by a later commit (s ≤ tip - 1), and newer than what is here."""
         offers = [
             offer
             for tip in tips
             for offer in tip.tip.snapshots
             if offer.round < target
-            and (engine_round is None or offer.round > engine_round)
+            and (self._held is None or offer.round > self._held.round)
             and self._store.state_hash_at(offer.round) == offer.state_hash
         ]
         return max(offers, key=lambda offer: offer.round, default=None)
@@ -304,16 +329,17 @@ class CatchUp:
             await self._engine.fetch_snapshot(
                 round=offer.round, state_hash=offer.state_hash, sources=sources, timeout_s=SNAPSHOT_TIMEOUT_S
             )
-            self._engine_round = None
+            self._held = None
             await self._engine.load_snapshot(round=offer.round, state_hash=offer.state_hash)
-            self._engine_round = offer.round
+            self._held = HeldState(round=offer.round, state_hash=offer.state_hash)
         except EngineFailed as error:
             raise StateUnavailable(f"the state of round {offer.round} cannot be had: {error}") from error
         log.info("state downloaded", round=offer.round, sources=len(sources))
 
-    async def _replay(self, first: int, target: int, sources: tuple[PeerId, ...]) -> None:
-        """Apply the commits of rounds `first` … `target - 1`, fetching their parts."""
-        for number in range(first, target):
+    async def _replay(self, target: int, sources: tuple[PeerId, ...]) -> None:
+        """Apply the commits from what is held to round `target - 1`, fetching their parts."""
+        assert self._held is not None
+        for number in range(self._held.round, target):
             try:
                 commit = await trio.to_thread.run_sync(self._store.commit_at, number)
             except StoreError as error:
@@ -324,12 +350,11 @@ class CatchUp:
                 applied = await self._engine.apply(apply_request(commit, self._rules, my_index=None, contributed=False))
             except EngineFailed as error:
                 raise StateUnavailable(f"round {number} cannot be replayed: {error}") from error
-            self._engine_round = number + 1
+            held = self._held = HeldState(round=number + 1, state_hash=applied.state_hash)
             try:
                 await trio.to_thread.run_sync(self._store.verify_state, number + 1, applied.state_hash)
-            except (StoreError, OSError) as error:
-                self._engine_round = None
-                self._observations.count(["replayed state refused"])
+            except StoreError as error:
+                await self.set_aside(held, str(error))
                 raise StateUnavailable(str(error)) from error
 
     async def _fetch_parts(self, commit: Commit, number: int, sources: tuple[PeerId, ...]) -> None:

@@ -59,6 +59,13 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Corrupt:
+    """The outer state here is not the run's: set it aside, then catch up."""
+
+    effect: events.StateCorrupt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
     """The run is over, or `--max-rounds` is reached."""
 
@@ -100,7 +107,7 @@ class Driver:
         self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](math.inf)
         self._room_for_messages = trio.Semaphore(WAITING_MESSAGES)
         self._nursery: trio.Nursery
-        self._outcome: Behind | Over | None = None
+        self._outcome: Behind | Corrupt | Over | None = None
         self._stopped: deque[Digest] = deque(maxlen=STOPPED_KEPT)
         """Rosters that were stopped, in case their start is still on its way to the engine."""
         self._snapshot_done = trio.Event()
@@ -117,7 +124,7 @@ class Driver:
         """Until no exchange or vote is under way. The caller sets the deadline."""
         await self._between_rounds.wait()
 
-    async def run(self) -> Behind | Over:
+    async def run(self) -> Behind | Corrupt | Over:
         """Raises `Fallen` on an alarm of the protocol."""
         self._observations.began_round(self.machine.state.base.round)
         await self._training.resume(self.machine.state)
@@ -209,6 +216,8 @@ class Driver:
                     log.warning("bad input from a peer", peer=effect.peer, why=effect.why)
             case events.Alarm():
                 raise Fallen(effect.text)
+            case events.StateCorrupt():
+                self._outcome = Corrupt(effect=effect)
             case events.Finished():
                 self._nursery.start_soon(self._end)
 

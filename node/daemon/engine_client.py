@@ -124,6 +124,9 @@ class EngineClient:
     async def save_snapshot(self, *, round: int) -> api.StateLoaded:
         return await self._ask(api.SaveSnapshot(id=0, round=round), api.StateLoaded)
 
+    async def set_aside(self, *, round: int, state_hash: bytes, reason: str) -> api.Done:
+        return await self._ask(api.SetAside(id=0, round=round, state_hash=state_hash, reason=reason), api.Done)
+
     async def encode(self, *, base: bytes) -> api.Encoded:
         return await self._ask(api.Encode(id=0, base=base), api.Encoded)
 

@@ -11,9 +11,9 @@ import trio
 
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
-from node.daemon.catch_up import CatchUp
+from node.daemon.catch_up import CatchUp, HeldState
 from node.daemon.contribution import WorkLedger
-from node.daemon.driver import LEAVE_SPREADS_S, Behind, Driver, Over
+from node.daemon.driver import LEAVE_SPREADS_S, Behind, Corrupt, Driver, Over
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
@@ -317,11 +317,11 @@ class RunSession:
             store=self.store,
             observations=self._observations,
         )
-        engine_round = None if fresh else await self._resumed_round(engine)
+        held = None if fresh else await self._resumed(engine)
         await look_for(self.store.state, self._network, self._observations, self.manifest.limits.fork_timeout_s)
         lineage: Digest | None = None
         while True:
-            state = await catch_up.run(engine_round, lineage)
+            state = await catch_up.run(held, lineage)
             journal, journal_state = self.store.read_journal()
             machine = PeerMachine(
                 rules=self.rules,
@@ -352,14 +352,33 @@ class RunSession:
             outcome = await self.driver.run()
             if isinstance(outcome, Over):
                 return
-            assert isinstance(outcome, Behind)
-            log.warning("behind the run: catching up", round=machine.state.base.round, peer=outcome.peer)
-            engine_round, lineage = machine.state.base.round, outcome.lineage
+            base = machine.state.base
+            held = HeldState(round=base.round, state_hash=base.state_hash)
             self._left_state, self.driver = machine.state, None
-            training.pause("the node is behind the run and catches up")
+            training.pause("the node is behind the run, or its state is not the run's: it catches up")
             await training.surrender()
+            if isinstance(outcome, Corrupt):
+                await self._set_aside(catch_up, outcome.effect)
+                held, lineage = None, None
+            else:
+                log.warning("behind the run: catching up", round=base.round, peer=outcome.peer)
+                lineage = outcome.lineage
 
-    async def _resumed_round(self, engine: EngineClient) -> int | None:
+    async def _set_aside(self, catch_up: CatchUp, corrupt: events.StateCorrupt) -> None:
+        """This node computed another state than the others: from a good one on disk, or from theirs (section 8)."""
+        base, agreed = corrupt.base, corrupt.agreed
+        await trio.to_thread.run_sync(self.store.correct_state, base, agreed)
+        held = HeldState(round=base.round, state_hash=base.state_hash)
+        why = (
+            f"{corrupt.electors} electors hold {agreed.hex()[:16]} as the state of round {base.round}, this node "
+            f"{base.state_hash.hex()[:16]}"
+        )
+        try:
+            await catch_up.set_aside(held, why)
+        except EngineFailed as error:
+            log.warning("the corrupt state's snapshot could not be moved", why=str(error))
+
+    async def _resumed(self, engine: EngineClient) -> HeldState | None:
         """The memfds outlived the engine or the daemon: use them when they hold the chain's newest state.
 
         Of a commit that is stored and not yet applied here they hold the state before, or its outer step, begun or
@@ -377,7 +396,7 @@ class RunSession:
         except EngineFailed as error:
             log.info("the state in memory cannot be used", why=str(error))
             return None
-        return number
+        return HeldState(round=number, state_hash=state_hash)
 
     def _on_commit(self, commit: Commit, applied: events.Applied) -> None:
         self._publish_tip()

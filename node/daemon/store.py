@@ -316,8 +316,8 @@ class Store:
         with self._lock:
             known = self.state_hash_at(round_number)
             if known is None and round_number == self._state.base.round:
-                self._write(FrameKind.APPLIED, state_hash)
                 self._learn(state_hash)
+                self._note_applied(state_hash)
             elif known is None:
                 raise StoreError(f"the chain here has no round {round_number}; catch up first")
             elif known != state_hash:
@@ -325,6 +325,25 @@ class Store:
                     f"the state of round {round_number} is {state_hash.hex()[:16]} here, but the run agreed on "
                     f"{known.hex()[:16]}; load a snapshot from a peer"
                 )
+
+    def correct_state(self, base: Base, agreed: Digest) -> None:
+        """A quorum of electors names `agreed` as the outer state of `base`'s place, not the one computed here.
+
+        Nothing changes unless `base` is where the chain here stands.
+        """
+        with self._lock:
+            here = self._state.base
+            if (here.round, here.prev, here.lineage) != (base.round, base.prev, base.lineage) or not self._entries:
+                return
+            self._learn(agreed)
+            self._note_applied(agreed)
+
+    def _note_applied(self, state_hash: Digest) -> None:
+        """On a full disk it is known until this process ends; afterwards the commit that follows tells it again."""
+        try:
+            self._write(FrameKind.APPLIED, state_hash)
+        except OSError as error:
+            log.error("the newest state's hash cannot be noted on disk", why=str(error))
 
     # ------------------------------------------------------------ the vote journal
 

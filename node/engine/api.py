@@ -83,6 +83,18 @@ class SaveSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     round: int
 
 
+class SetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The run holds another state of `round` than `state_hash`: it is corrupt here. → Done.
+
+    The memory counts as holding no state; a snapshot of it is kept apart, with `reason`, and neither loaded nor served.
+    """
+
+    id: int
+    round: int
+    state_hash: bytes
+    reason: str
+
+
 class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Freeze: encode `delta` part by part into the outbox, durably. → Encoded."""
 
@@ -260,6 +272,7 @@ Request: TypeAlias = (
     | LoadSnapshot
     | ResumeState
     | SaveSnapshot
+    | SetAside
     | Encode
     | Apply
     | SetPeers

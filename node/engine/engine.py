@@ -31,7 +31,9 @@ from node.engine.switchboard import Switchboard
 from node.engine.threads import Threads
 from node.engine.traffic import Traffic
 
-StateRequest = api.LoadInitial | api.LoadSnapshot | api.ResumeState | api.SaveSnapshot | api.Encode | api.Apply
+StateRequest = (
+    api.LoadInitial | api.LoadSnapshot | api.ResumeState | api.SaveSnapshot | api.SetAside | api.Encode | api.Apply
+)
 FetchRequest = api.FetchParts | api.FetchArtifact | api.FetchSnapshot
 QUEUE_LENGTH = 64
 MAX_OLD_EXCHANGES = 2
@@ -190,6 +192,12 @@ class Engine:
                 case api.Apply():
                     state_hash, counted = await self._state.apply(request, self._parts)
                     return api.Applied(id=request.id, state_hash=state_hash, counted=counted)
+                case api.SetAside():
+                    self._state.forget()
+                    await self._threads.disk(
+                        partial(self._snapshots.set_aside, request.round, request.state_hash, request.reason)
+                    )
+                    return api.Done(id=request.id)
                 case _:
                     raise ValueError(f"{type(request).__name__} is no request of a daemon")
         return api.StateLoaded(id=request.id, state_hash=state_hash)

@@ -3,6 +3,7 @@
 snapshots/ROUND-HASH/data       θ, then momentum, little-endian fp32
 snapshots/ROUND-HASH/chunks     the hash of every chunk, in order; their root is the state's hash
 snapshots/ROUND-HASH.partial/   the same, incomplete: a copy in progress, or a download that can go on
+snapshots/corrupt/ROUND-HASH/   found corrupt, with a file `why`; the newest few stay for inspection
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from protocol.state_hash import CHUNK_BYTES, Chunk, chunk, chunk_count, chunk_ha
 
 PIN_S = 60.0
 MAX_PINS = 2
+MAX_CORRUPT = 2
 
 
 class SnapshotError(Exception):
@@ -143,7 +145,7 @@ class SnapshotStore:
                 while got < len(view) and (size := file.readinto(view[got:])):
                     got += size
                 if got != len(view) or chunk_hash(view) != hashes[index]:
-                    self._set_aside(path)
+                    self._move_aside(path, f"chunk {index} does not match its hash")
                     raise SnapshotError(
                         f"chunk {index} of the snapshot of round {round_number} is corrupt; it was set aside: "
                         "load an older one or fetch it again"
@@ -157,7 +159,7 @@ class SnapshotStore:
         except OSError:
             return None
         if not self.fits(hashes, state_hash):
-            self._set_aside(path)
+            self._move_aside(path, "its list of chunk hashes does not match its name")
             return None
         return hashes
 
@@ -250,17 +252,38 @@ class SnapshotStore:
 
     def drop_oldest(self) -> bool:
         """Make room. False when only the newest is left."""
+        if aside := self._aside():
+            remove_tree(aside[0])
+            return True
         complete = self.complete()
         if len(complete) < 2:
             return False
         remove_tree(self._path(complete[0].round, complete[0].state_hash))
         return True
 
-    def _set_aside(self, path: Path) -> None:
-        """A corrupt snapshot stays for inspection, one at a time, under a name that nothing serves or loads."""
-        aside = self._directory / "corrupt"
-        remove_tree(aside)
-        path.rename(aside)
+    def set_aside(self, round_number: int, state_hash: bytes, why: str) -> None:
+        """The state of that name is not the run's. Raises `OSError`."""
+        path = self._path(round_number, state_hash)
+        if path.is_dir():
+            self._move_aside(path, why)
+
+    def _move_aside(self, path: Path, why: str) -> None:
+        """A corrupt snapshot stays for inspection, a few at a time, under a name that nothing serves or loads."""
+        folder = self._directory / "corrupt"
+        folder.mkdir(exist_ok=True)
+        remove_tree(folder / path.name)
+        path.rename(folder / path.name)
+        for old in self._aside()[:-MAX_CORRUPT]:
+            remove_tree(old)
+        try:
+            (folder / path.name / "why").write_text(why + "\n")
+        except OSError:
+            return  # on a full disk, say: the log has the sentence too
+
+    def _aside(self) -> list[Path]:
+        """What was found corrupt, oldest first."""
+        folder = self._directory / "corrupt"
+        return sorted(folder.iterdir(), key=lambda path: path.stat().st_ctime_ns) if folder.is_dir() else []
 
     # ---------------------------------------------------------------- places
 

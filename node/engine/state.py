@@ -59,7 +59,7 @@ class OuterState:
 
     async def load_initial(self, artifacts: ArtifactStore, artifact: bytes) -> Digest:
         """S_0: θ from a safetensors file, momentum zero. Raises `StateError`."""
-        self._forget()
+        self.forget()
         await self._threads.disk(lambda: self._read_initial(artifacts, artifact))
         return await self.hash()
 
@@ -84,7 +84,7 @@ class OuterState:
 
     async def load_snapshot(self, snapshots: SnapshotStore, round_number: int, state_hash: bytes) -> Digest:
         """Raises `SnapshotError`."""
-        self._forget()
+        self.forget()
         await self._threads.disk(
             lambda: snapshots.load(round_number, state_hash, self.theta, self.momentum, check=_check_cancelled)
         )
@@ -111,7 +111,8 @@ class OuterState:
             f"the memory hashes to {found.hex()}, not to {state_hash.hex()} of round {round_number}; load a snapshot"
         )
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """What the memory holds is no state of the run."""
         self._journal.reset()
         self.state_hash = None
 

@@ -34,6 +34,7 @@ from protocol.events import (
     Received,
     Send,
     StartExchange,
+    StateCorrupt,
     StopExchange,
     Tick,
     TrainerProgress,
@@ -230,6 +231,8 @@ class Node:
                     raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")
             case Alarm():
                 raise Violation(f"{self.peer} raised an alarm: {effect.text}")
+            case StateCorrupt():
+                raise Violation(f"{self.peer} is told that its state of round {effect.base.round} is corrupt")
             case Finished():
                 self.finished = True
 

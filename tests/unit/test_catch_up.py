@@ -17,7 +17,7 @@ from run_samples import VALID
 
 from node.daemon import rpc
 from node.daemon.answers import Answers
-from node.daemon.catch_up import CatchUp, is_ahead
+from node.daemon.catch_up import CatchUp, HeldState, is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
@@ -50,6 +50,7 @@ class Engine:
     missing: set[int] = field(default_factory=set)
     round: int | None = None
     applied: list[int] = field(default_factory=list)
+    aside: list[tuple[int, bytes]] = field(default_factory=list)
 
     async def inventory(self) -> api.Inventoried:
         return api.Inventoried(
@@ -67,6 +68,12 @@ class Engine:
     async def load_initial(self, *, hash: bytes) -> api.StateLoaded:
         self.round = 0
         return api.StateLoaded(id=1, state_hash=bytes.fromhex(VALID.initial_state_hash))
+
+    async def set_aside(self, *, round: int, state_hash: bytes, reason: str) -> api.Done:
+        assert reason
+        self.aside.append((round, state_hash))
+        self.round = None
+        return api.Done(id=1)
 
     async def fetch_parts(
         self, *, headers: tuple[api.PartRef, ...], sources: tuple[str, ...], timeout_s: float
@@ -129,7 +136,12 @@ def grow(store: Store, rounds: int) -> None:
 
 
 async def catch_up(
-    store: Store, network: OnePeer, engine: Engine, engine_round: int | None, lineage: bytes | None = None
+    store: Store,
+    network: OnePeer,
+    engine: Engine,
+    engine_round: int | None,
+    lineage: bytes | None = None,
+    state_hash: bytes | None = None,
 ) -> ChainState:
     catching = CatchUp(
         rules=RULES,
@@ -141,7 +153,10 @@ async def catch_up(
         observations=Observations(),
     )
     with trio.fail_after(60):
-        return await catching.run(engine_round, lineage)
+        held = None
+        if engine_round is not None:
+            held = HeldState(round=engine_round, state_hash=state_hash or store.state.base.state_hash)
+        return await catching.run(held, lineage)
 
 
 async def _a_part_is_away_for_a_while(stores: tuple[Store, Store]) -> None:
@@ -214,3 +229,23 @@ async def _denial(stores: tuple[Store, Store]) -> None:
 
 def test_nobody_talks_a_node_out_of_rounds_of_its_own_lineage(stores: tuple[Store, Store]) -> None:
     trio.run(partial(_denial, stores))
+
+
+async def _others_went_on_from_another_state(stores: tuple[Store, Store]) -> None:
+    """The state here is noted as applied; the commit that follows was made on another one."""
+    mine, theirs = stores
+    before, after = STATES[0], STATES[1]
+    commit = plain_commit(before, RULES)
+    mine.append_commit(commit, chain.commit_hash(before, RULES, commit))
+    wrong = bytes([9]) * 32
+    mine.mark_applied(1, wrong)
+    engine = Engine(round=1)
+    state = await catch_up(mine, OnePeer(theirs), engine, 1, state_hash=wrong)
+    assert state.base == STATES[ROUNDS].base
+    assert engine.aside == [(1, wrong)]
+    assert engine.applied == [1, 2, 3, 4], "not one round on top of the wrong state"
+    assert mine.state_hash_at(1) == after.base.state_hash
+
+
+def test_a_state_that_the_run_did_not_agree_on_is_set_aside(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_others_went_on_from_another_state, stores))

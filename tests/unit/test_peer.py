@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from chain_samples import CheapKeyring, make_rules, peers, sign_ready, sign_roster
+from chain_samples import CheapKeyring, make_rules, peers, plain_commit, sign_ready, sign_roster, step
 
 from protocol import chain, wire
 from protocol.chain import ChainState
@@ -31,6 +31,7 @@ from protocol.events import (
     Received,
     Send,
     StartExchange,
+    StateCorrupt,
     Tick,
     TrainerProgress,
 )
@@ -302,19 +303,30 @@ def test_far_behind_there_is_nothing_to_ask() -> None:
     assert of_kind(peer.handle(beat(THREE[1], far), 0.1), CatchUp) == []
 
 
-def test_a_quorum_that_names_another_state_stops_the_node() -> None:
+def named_by(peer: PeerMachine, sender: PeerId, other: Base) -> list[object]:
+    """What comes of `sender`'s READY on the base `other`."""
+    ready = Ready(base=other, tokens=((PARTS, 10),), norm=1.0)
+    data = wire.encode(wire.sign(CheapKeyring(sender), sender, ready))
+    return of_kind(peer.handle(Received(data=data, from_peer=sender), 0.0), StateCorrupt)
+
+
+def test_a_quorum_that_names_another_state_says_that_mine_is_corrupt() -> None:
     rules = make_rules(THREE, parts=PARTS)
-    peer = machine(THREE[0], rules)
+    first = chain.genesis(rules)
+    peer = machine(THREE[0], rules, state=step(first, rules, plain_commit(first, rules)))
     base = peer.state.base
-    other = Base(run=base.run, lineage=base.lineage, round=0, prev=base.prev, state_hash=digest(b"theirs"))
-    alarms = []
-    for sender in THREE[1:]:
-        ready = Ready(base=other, tokens=((PARTS, 10),), norm=1.0)
-        data = wire.encode(wire.sign(CheapKeyring(sender), sender, ready))
-        alarms += of_kind(peer.handle(Received(data=data, from_peer=sender), 0.0), Alarm)
-    (alarm,) = alarms
-    assert isinstance(alarm, Alarm)
-    assert "corrupt" in alarm.text
+    other = replace(base, state_hash=digest(b"theirs"))
+    assert named_by(peer, THREE[1], other) == []
+    assert named_by(peer, THREE[1], other) == [], "one elector is no quorum, however often it says so"
+    (corrupt,) = named_by(peer, THREE[2], other)
+    assert corrupt == StateCorrupt(base=base, agreed=other.state_hash, electors=2)
+    assert peer.handle(Tick(), 1.0) == [], "a new machine is built on the state that is fetched"
+
+
+def test_nobody_talks_a_node_out_of_the_first_state() -> None:
+    peer = machine(THREE[0], make_rules(THREE, parts=PARTS))
+    other = replace(peer.state.base, state_hash=digest(b"theirs"))
+    assert [named_by(peer, sender, other) for sender in THREE[1:]] == [[], []]
 
 
 def test_leaving_is_said_and_repeated() -> None:

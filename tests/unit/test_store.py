@@ -199,6 +199,18 @@ def test_a_wrong_state_is_found(opener: Opener) -> None:
         made.verify_state(2, digest(b"corrupt"))
 
 
+def test_the_electors_word_replaces_a_corrupt_state(opener: Opener) -> None:
+    store = opener()
+    grow(store, 3)
+    base, agreed = store.state.base, digest(b"what the others hold")
+    store.correct_state(replace(base, round=base.round - 1), digest(b"of another place"))
+    assert store.state_hash_at(3) == base.state_hash
+    store.correct_state(base, agreed)
+    assert store.state_hash_at(3) == agreed
+    store.close()
+    assert opener().state_hash_at(3) == agreed
+
+
 def test_a_roster_without_parts_leaves_the_state(opener: Opener) -> None:
     made = opener()
     idle = [sign_ready(made.state, RULES, peer, tokens=0) for peer in PEERS]
