@@ -13,7 +13,7 @@ from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp, HeldState
 from node.daemon.contribution import WorkLedger
-from node.daemon.driver import LEAVE_SPREADS_S, Behind, Corrupt, Driver, Over
+from node.daemon.driver import LEAVE_SPREADS_S, Corrupt, Driver, Over
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
