@@ -179,6 +179,7 @@ def _ready(message: pb.Ready) -> Ready:
         upload_limit_bytes=integer(message.upload_limit_bytes, "upload limit"),
         download_limit_bytes=integer(message.download_limit_bytes, "download limit"),
         failed_edges=_edges(message.failed_edges),
+        parts_root=digest_field(message.parts_root, "root of the parts") if message.parts_root else b"",
     )
 
 
@@ -193,6 +194,7 @@ def _put_ready(ready: Ready) -> pb.Ready:
         upload_limit_bytes=ready.upload_limit_bytes,
         download_limit_bytes=ready.download_limit_bytes,
         failed_edges=ready.failed_edges,
+        parts_root=ready.parts_root,
     )
 
 

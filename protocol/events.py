@@ -46,6 +46,8 @@ class Frozen:
     largest: float
     ranges_done: tuple[UnitRange, ...]
     units_wanted: int
+    parts_root: Digest = b""
+    """Of the encoded parts (`protocol.commitment`); empty without work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

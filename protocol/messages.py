@@ -42,6 +42,8 @@ class Ready:
     download_limit_bytes: int = 0
     failed_edges: tuple[PeerId, ...] = ()
     """Peers that I could not exchange with lately."""
+    parts_root: Digest = b""
+    """Binds the encoded bytes of every part (`protocol.commitment`); empty without work."""
 
     @property
     def contributes(self) -> bool:

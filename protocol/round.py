@@ -131,6 +131,7 @@ class Round(Record):
             upload_limit_bytes=self.standing.upload_limit_bytes,
             download_limit_bytes=self.standing.download_limit_bytes,
             failed_edges=self.standing.failed_edges[:MAX_EDGES],
+            parts_root=event.parts_root,
         )
         if self.my_ready is None or (ready.contributes and not self.my_ready.message.contributes):
             self._send_ready(ready)

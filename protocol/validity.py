@@ -55,6 +55,8 @@ def check_ready(state: ChainState, rules: Rules, signed: Signed[Ready]) -> str |
     most = max((tokens for _, tokens in ready.tokens), default=0)
     if most > (limit := token_limit(state, rules, sender)):
         return f"the READY of {sender} claims {most} tokens, more than the {limit} that its lease allows"
+    if ready.contributes and not ready.parts_root:
+        return f"the READY of {sender} offers work without a root that binds the bytes of its parts"
     if not covers(entry.lease, ready.ranges_done):
         return f"the READY of {sender} has done units twice, or units that it does not lease"
     return _check_wanted(rules, ready.units_wanted, "READY", sender)

@@ -278,11 +278,9 @@ class Driver:
 
     async def _start_exchange(self, effect: events.StartExchange) -> None:
         assert effect.my_index is not None
-        base = effect.roster.message.base.digest()
-        signatures = await trio.to_thread.run_sync(self._training.leaf_signatures, base)
         if effect.roster_id in self._stopped:
             return
-        request = exchange_request(effect.roster_id, effect.roster.message, effect.my_index, self._rules, signatures)
+        request = exchange_request(effect.roster_id, effect.roster.message, effect.my_index, self._rules)
         await self._ask(partial(self._engine.exchange, request))
 
     async def _end(self) -> None:

@@ -49,6 +49,9 @@ class EngineFeed:
                         )
                     case api.PartHeld():
                         self._post(events.PartHeld(header=signed_header(event.header)))
+                    case api.PayloadDropped():
+                        self._observations.misbehaved(f"{event.peer_id} sent an {event.why}")
+                        log.warning("a payload is dropped", peer=event.peer_id, part=event.part, why=event.why)
                     case api.ExchangeEnded():
                         self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
                         self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))

@@ -39,9 +39,7 @@ def signed_header(reference: api.PartRef) -> Signed[PartHeader]:
     )
 
 
-def exchange_request(
-    roster_id: Digest, roster: Roster, my_index: int, rules: Rules, leaf_signatures: tuple[bytes, ...]
-) -> api.Exchange:
+def exchange_request(roster_id: Digest, roster: Roster, my_index: int, rules: Rules) -> api.Exchange:
     assert roster.plan is not None, "a roster without parts has no exchange"
     contributing = contributing_of(roster, rules)
     return api.Exchange(
@@ -58,7 +56,7 @@ def exchange_request(
         weight_cap_ratio=rules.weight_cap_ratio,
         progress_s=rules.progress_s,
         slack_s=rules.slack_s,
-        leaf_signatures=leaf_signatures if contributing >> my_index & 1 else (),
+        parts_roots=tuple(ready.message.parts_root for ready in roster.readys),
     )
 
 

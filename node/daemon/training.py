@@ -311,6 +311,7 @@ class Training:
                 largest=encoded.largest if encoded is not None else 0.0,
                 ranges_done=tuple(UnitRange(epoch=done.epoch, start=done.start, stop=done.stop) for done in ranges),
                 units_wanted=self._units_wanted(),
+                parts_root=encoded.parts_root if encoded is not None and with_work else b"",
             )
         )
 
@@ -333,16 +334,6 @@ class Training:
 
     def _handed_over(self) -> bool:
         return self._contribution is not None
-
-    def leaf_signatures(self, base: bytes) -> tuple[bytes, ...]:
-        """My signature over (base, part, hash) of each encoded part; empty when I do not contribute. For any thread."""
-        encoded = self._encoded
-        if encoded is None:
-            return ()
-        return tuple(
-            self._identity.sign(api.leaf_message(base, part, part_hash))
-            for part, part_hash in enumerate(encoded.hashes)
-        )
 
     @property
     def contributes(self) -> bool:

@@ -19,8 +19,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from protocol.names import digest, encode_integer
-
 # ---------------------------------------------------------------- requests: state
 
 
@@ -147,11 +145,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     certificate_sha256: bytes
 
 
-def leaf_message(base: bytes, part: int, part_hash: bytes) -> bytes:
-    """What a contributor signs for each part of its outbox (protocol section 3, UP)."""
-    return digest(b"atoll/leaf", base, encode_integer(part), part_hash)
-
-
 class SetPeers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Replace the directory of engines. Connections to peers no longer listed are closed. → Done."""
 
@@ -199,8 +192,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     durations_s: tuple[float, ...]
     progress_s: float
     slack_s: float
-    leaf_signatures: tuple[bytes, ...]
-    """My signature over `leaf_message(base, part, hash)` for each part of my outbox; empty when I do not contribute."""
+    parts_roots: tuple[bytes, ...]
+    """Per READY: what binds the bytes of its parts (`protocol.commitment`)."""
     largest: tuple[float, ...] = ()
     """Per READY: its declared largest magnitude, the bound that its values are checked against; empty: no bound."""
     weight_cap_ratio: float = 3.0
@@ -314,8 +307,8 @@ class StateLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Encoded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: int
-    hashes: tuple[bytes, ...]
-    """BLAKE3 of each encoded part, for the leaf signatures."""
+    parts_root: bytes
+    """Binds the encoded bytes of every part (`protocol.commitment`), for READY."""
     norm: float
     largest: float
     finite: bool
@@ -378,6 +371,15 @@ class PartHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     header: PartRef
 
 
+class PayloadDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An UP of this peer failed its checks: the first one per peer and exchange. Its slot stays open until due."""
+
+    peer_id: str
+    part: int
+    why: str
+    """A constant text: what is wrong with it."""
+
+
 class ExchangeEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that this node was to do for the roster is done or closed."""
 
@@ -408,6 +410,8 @@ class StorageWorks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Storing works again after `StorageFailed`."""
 
 
-Event: TypeAlias = TokenWanted | HeaderWanted | PartHeld | ExchangeEnded | PeerRate | StorageFailed | StorageWorks
+Event: TypeAlias = (
+    TokenWanted | HeaderWanted | PartHeld | PayloadDropped | ExchangeEnded | PeerRate | StorageFailed | StorageWorks
+)
 Answer: TypeAlias = Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Inventoried
 FromEngine: TypeAlias = Answer | Event

@@ -173,10 +173,10 @@ class Engine:
         if isinstance(request, api.Encode):
             contribution = await self._state.encode(self._outbox, request.base)
             if contribution is None:
-                return api.Encoded(id=request.id, hashes=(), norm=0.0, largest=0.0, finite=False)
+                return api.Encoded(id=request.id, parts_root=b"", norm=0.0, largest=0.0, finite=False)
             return api.Encoded(
                 id=request.id,
-                hashes=contribution.hashes,
+                parts_root=contribution.parts_root,
                 norm=contribution.norm,
                 largest=contribution.largest,
                 finite=True,
@@ -278,11 +278,11 @@ class Engine:
             raise StateError(f"the exchange of roster {request.roster_id.hex()} is under way already")
         outbox = None
         if request.contributing >> request.my_index & 1:
-            outbox = self._outbox.read(request.base)
-            if outbox is None or len(request.leaf_signatures) != self._geometry.part_count:
+            outbox = await self._threads.disk(partial(self._outbox.read, request.base))
+            if outbox is None or outbox.contribution.parts_root != request.parts_roots[request.my_index]:
                 raise StateError(
-                    f"this node is to contribute but has no encoded contribution of base {request.base.hex()} "
-                    "with its leaf signatures; send Encode first"
+                    f"this node is to contribute but does not hold the encoded contribution of base "
+                    f"{request.base.hex()} that its READY binds; the round goes on without it"
                 )
         exchange = Exchange(
             request,

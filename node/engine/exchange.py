@@ -112,6 +112,8 @@ class Exchange:
         self._refs: dict[int, api.PartRef] = {}
         """Parts that came down, or that I made."""
         self._redials: dict[int, int] = {}
+        self._bad: dict[int, str] = {}
+        """Peers of which an UP was dropped, and why the first was."""
         self._failed_edges: set[int] = set()
         self._unreachable: set[int] = set()
         """Failed edges that have not said WANT since."""
@@ -180,7 +182,10 @@ class Exchange:
                 bytes_sent=self._bytes_sent,
                 bytes_received=self._bytes_received,
                 failed_edges=tuple(self.peers[index] for index in sorted(self._failed_edges)),
-                excluded={self.peers[index]: why for index, why in self._machine.excluded.items()},
+                excluded={
+                    self.peers[index]: f"it sent an {self._bad[index]}" if index in self._bad else why
+                    for index, why in self._machine.excluded.items()
+                },
             )
         )
 
@@ -289,7 +294,11 @@ class Exchange:
                 data = await self._threads.disk(partial(self._outbox.read, part))
         except FileNotFoundError:
             return None  # the exchange ended meanwhile
-        meta = UpMeta(bitmap_bytes(1 << self._me), self._request.leaf_signatures[part])
+        except OSError:
+            self._machine.dropped["a part of this node's own contribution that its disk lost"] += 1
+            return None
+        proof = self._outbox.commitment.proof(part)
+        meta = UpMeta(bitmap_bytes(1 << self._me), proof)
         return msgspec.msgpack.encode(meta), data
 
     async def _load_down(self, part: int) -> tuple[bytes, Buffer] | None:
@@ -343,10 +352,13 @@ class Exchange:
 
     async def _receive_up(self, sender: int, part: int, meta: UpMeta, payload: bytearray) -> None:
         bitmap = int.from_bytes(meta.bitmap, "little")
-        check = partial(self._checks.why_bad, sender, part, bitmap, meta.signature, payload)
+        check = partial(self._checks.why_bad, sender, part, bitmap, meta.proof, payload)
         why = await self._threads.compute(check)
         if why:
             self._machine.on_up_bad(sender, part, why)
+            if sender not in self._bad:
+                self._bad[sender] = why
+                await self._emit(api.PayloadDropped(peer_id=self.peers[sender], part=part, why=why))
         elif self._machine.on_up_done(sender, part, bitmap, trio.current_time()):
             self._duties.received_up(sender, part)
             self._wake.set()

@@ -6,6 +6,7 @@ from node.engine import api
 from node.engine.geometry import Geometry
 from node.peer_id import verify
 from protocol.codecs import LARGEST_MAGNITUDE, CodecError
+from protocol.commitment import proves
 from protocol.messages import PartHeader
 from protocol.names import Digest
 from protocol.state_hash import chunk_hash
@@ -16,13 +17,12 @@ from protocol.wire import signing_bytes
 
 class UpChecks:
     def __init__(self, request: api.Exchange, station: Station, geometry: Geometry) -> None:
-        self._base = request.base
-        self._peers = request.peers
+        self._parts_roots = request.parts_roots
         self._largest = request.largest or (LARGEST_MAGNITUDE,) * len(request.peers)
         self._station = station
         self._geometry = geometry
 
-    def why_bad(self, sender: int, part: int, bitmap: int, signature: bytes, payload: bytearray) -> str:
+    def why_bad(self, sender: int, part: int, bitmap: int, proof: bytes, payload: bytearray) -> str:
         """Empty: the payload of an UP is good."""
         elements = self._geometry.part_size(part)
         if self._station.sends_partial(sender, part):
@@ -36,9 +36,9 @@ class UpChecks:
             self._geometry.codec.check(payload, elements, largest=min(self._largest[sender], LARGEST_MAGNITUDE))
         except CodecError:
             return "UP whose values do not decode or are beyond the declared bound"
-        message = api.leaf_message(self._base, part, chunk_hash(payload))
-        if not verify(self._peers[sender], message, signature):
-            return "UP whose leaf signature does not verify"
+        root, part_count = self._parts_roots[sender], self._geometry.part_count
+        if not proves(root, part, part_count, chunk_hash(payload), proof):
+            return "UP whose bytes are not those that its READY binds"
         return ""
 
 

@@ -76,8 +76,8 @@ class UpMeta(msgspec.Struct, frozen=True, array_like=True):
 
     bitmap: bytes
     """Little-endian: the contributions in this payload."""
-    signature: bytes
-    """A leaf's signature over (base, part, hash); empty for a partial sum."""
+    proof: bytes
+    """That a leaf's payload is under its READY's `parts_root` (`protocol.commitment`); empty for a partial sum."""
 
 
 class DownMeta(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ outbox/BASE.meta   hashes of all parts, norm and largest magnitude; written last
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import msgspec
 
 from node.engine.disk import SharedFile, disk_bytes, read_at, read_cached, sync_directory, write_at, write_atomic
 from node.engine.geometry import Geometry
+from protocol.commitment import Commitment
+from protocol.state_hash import chunk_hash
 
 
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     hashes: tuple[bytes, ...]
+    """BLAKE3 of each encoded part."""
+    parts_root: bytes
     norm: float
     largest: float
 
@@ -48,22 +53,35 @@ class OutboxWriter:
 
 
 class OutboxReader:
-    """A durable contribution, for sending and for the part sums of which this node is root."""
+    """A durable contribution, for sending and for the part sums of which this node is root.
+
+    What a READY binds is all that this node may ever send or sum: bytes that the disk gives back differently are as
+    good as gone. Otherwise a bad sector would look like a lie.
+    """
 
     def __init__(self, directory: Path, base: bytes, geometry: Geometry, contribution: Contribution) -> None:
+        """Raises `OSError`."""
         self.contribution = contribution
+        self.commitment = Commitment(contribution.hashes)
         self._geometry = geometry
         self._file = SharedFile(directory / f"{base.hex()}.data", os.O_RDONLY)
 
     def read(self, part: int) -> bytes:
-        """Raises `OSError`, `FileNotFoundError` after `close`."""
+        """Raises `OSError` when the disk does not give back what was frozen, or after `close`."""
         with self._file.use() as fd:
-            return read_at(fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
+            data = read_at(fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
+        return self._frozen(part, data)
 
     def read_cached(self, part: int) -> bytes | None:
-        """None: it would block on the disk. Raises `FileNotFoundError` after `close`."""
+        """None: it would block on the disk. Raises `OSError` as `read`."""
         with self._file.use() as fd:
-            return read_cached(fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
+            data = read_cached(fd, self._geometry.part_bytes(part), part * self._geometry.slot_bytes)
+        return None if data is None else self._frozen(part, data)
+
+    def _frozen(self, part: int, data: bytes) -> bytes:
+        if chunk_hash(data) != self.contribution.hashes[part]:
+            raise OSError(errno.EIO, f"part {part} of this node's contribution went bad on its disk")
+        return data
 
     def close(self) -> None:
         self._file.close()
@@ -82,7 +100,8 @@ class Outbox:
             found = msgspec.msgpack.decode(data, type=Contribution)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        return found if len(found.hashes) == self.geometry.part_count else None
+        whole = len(found.hashes) == self.geometry.part_count
+        return found if whole and (self.directory / f"{base.hex()}.data").exists() else None
 
     def write(self, base: bytes) -> OutboxWriter:
         return OutboxWriter(self, base)

@@ -25,6 +25,7 @@ from node.engine.snapshots import SnapshotStore
 from node.engine.threads import Threads
 from node.errors import AtollError
 from protocol.codecs import BLOCK_ELEMENTS, CodecError, Float32Array
+from protocol.commitment import Commitment
 from protocol.names import Digest, digest
 from protocol.outer import step_range
 from protocol.state_hash import chunk, chunk_count, chunk_hash, chunk_view, root_of
@@ -155,7 +156,10 @@ class OuterState:
         try:
             await self._threads.spread(one, geometry.part_count)
             contribution = Contribution(
-                hashes=tuple(hashes), norm=math.sqrt(float(squares.sum())), largest=float(largest.max())
+                hashes=tuple(hashes),
+                parts_root=await self._threads.compute(lambda: Commitment(hashes).root),
+                norm=math.sqrt(float(squares.sum())),
+                largest=float(largest.max()),
             )
             await self._threads.disk(lambda: writer.finish(contribution))
         except CodecError:

@@ -212,11 +212,14 @@ class Ready(_message.Message):
     UPLOAD_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     DOWNLOAD_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     FAILED_EDGES_FIELD_NUMBER: _builtins.int
+    PARTS_ROOT_FIELD_NUMBER: _builtins.int
     norm: _builtins.float
     largest: _builtins.float
     units_wanted: _builtins.int
     upload_limit_bytes: _builtins.int
     download_limit_bytes: _builtins.int
+    parts_root: _builtins.bytes
+    """Of the tree over the hashes of all encoded parts; empty without work."""
     @_builtins.property
     def base(self) -> Global___Base: ...
     @_builtins.property
@@ -237,10 +240,11 @@ class Ready(_message.Message):
         upload_limit_bytes: _builtins.int = ...,
         download_limit_bytes: _builtins.int = ...,
         failed_edges: _abc.Iterable[_builtins.str] | None = ...,
+        parts_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "download_limit_bytes", b"download_limit_bytes", "failed_edges", b"failed_edges", "largest", b"largest", "norm", b"norm", "ranges_done", b"ranges_done", "tokens", b"tokens", "units_wanted", b"units_wanted", "upload_limit_bytes", b"upload_limit_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "download_limit_bytes", b"download_limit_bytes", "failed_edges", b"failed_edges", "largest", b"largest", "norm", b"norm", "parts_root", b"parts_root", "ranges_done", b"ranges_done", "tokens", b"tokens", "units_wanted", b"units_wanted", "upload_limit_bytes", b"upload_limit_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

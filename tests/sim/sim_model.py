@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from protocol.chain import ChainState
 from protocol.codecs import codec
+from protocol.commitment import Commitment
 from protocol.messages import NIL, Commit, UnitRange
 from protocol.names import Digest, PeerId, digest, encode_integer
 from protocol.rules import Quorum, Rules
@@ -89,6 +90,16 @@ class Outbox:
     values: tuple[int, ...]
     tokens: int
     ranges_done: tuple[UnitRange, ...]
+
+    @property
+    def commitment(self) -> Commitment:
+        """Binds the value of every part, as `parts_root` in READY."""
+        return Commitment([value_hash(value) for value in self.values])
+
+
+def value_hash(value: int) -> Digest:
+    """Stands for the hash of an encoded part."""
+    return digest(b"value", str(value).encode())
 
 
 @dataclass(slots=True)

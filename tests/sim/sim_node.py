@@ -289,6 +289,7 @@ class Node:
                 largest=0.5,
                 ranges_done=outbox.ranges_done,
                 units_wanted=2,
+                parts_root=outbox.commitment.root,
             )
         )
 

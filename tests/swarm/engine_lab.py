@@ -364,15 +364,10 @@ class Round:
                 durations_s=(self.duration_s,) * (levels + 1),
                 progress_s=self.progress_s,
                 slack_s=1.0,
-                leaf_signatures=tuple(
-                    engine.key.sign(api.leaf_message(self.base, part, part_hash))
-                    for part, part_hash in enumerate(encoded[index].hashes)
-                )
-                if contributing >> index & 1
-                else (),
+                parts_roots=tuple(one.parts_root for one in encoded),
                 largest=tuple(one.largest for one in encoded),
             )
-            for index, engine in enumerate(self.engines)
+            for index in range(len(self.engines))
         ]
 
     async def encode(self) -> list[api.Encoded]:

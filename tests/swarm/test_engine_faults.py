@@ -235,7 +235,7 @@ def test_a_member_that_lies_is_dropped_counted_and_named(tmp_path: Path) -> None
                     "bitmap is empty or reaches outside",
                     "a part that does not exist",
                     "do not decode or are beyond the declared bound",
-                    "signature does not verify",
+                    "not those that its READY binds",
                 ):
                     assert any(reason in key for key in dropped), (reason, dropped)
                 applied = await turn.apply(refs, honest)
@@ -275,7 +275,7 @@ async def tell_lies(liar: Liar, turn: Round, target: LabEngine, delta: np.ndarra
     await send(good, number=60_000)
     await send(nan)
     await send(huge)
-    await send(good)  # not signed by the liar
+    await send(good)  # without a proof
     return stream
 
 

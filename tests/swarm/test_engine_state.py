@@ -100,7 +100,7 @@ def test_a_new_daemon_finds_state_parts_and_contribution(tmp_path: Path) -> None
                 assert (await engine.ask.inventory()).part_rounds == (0,)
                 # Frozen once: whatever delta holds now, the bytes of that base stay the same.
                 engine.delta[:] = 1
-                assert (await engine.ask.encode(base=turn.base)).hashes == frozen.hashes
+                assert (await engine.ask.encode(base=turn.base)).parts_root == frozen.parts_root
                 second = flat_round(swarm, 1)
                 await second.start()
                 await second.apply(await second.finish())
@@ -138,7 +138,7 @@ def test_what_is_not_finite_is_not_encoded(tmp_path: Path) -> None:
                 engine.delta[4321] = np.nan
                 encoded = await engine.ask.encode(base=bytes(32))
                 assert not encoded.finite
-                assert not encoded.hashes
+                assert not encoded.parts_root
                 engine.delta[4321] = -2.0
                 encoded = await engine.ask.encode(base=bytes(32))
                 assert encoded.finite
@@ -164,7 +164,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
                 turn = flat_round(swarm, 0)
                 encoded = await turn.encode()
                 request = msgspec.structs.replace(turn.requests(encoded)[0], base=bytes(32))
-                with pytest.raises(EngineFailed, match="send Encode first"):
+                with pytest.raises(EngineFailed, match="that its READY binds"):
                     await ask.exchange(request)
 
     trio.run(main)

@@ -88,6 +88,7 @@ def sign_ready(
         base=state.base,
         ranges_done=tuple(done),
         tokens=((rules.part_count, tokens),) if tokens else (),
+        parts_root=digest(b"parts", peer.encode()) if tokens else b"",
         norm=norm,
         largest=norm / 2,
         units_wanted=units_wanted,

@@ -18,7 +18,7 @@ STATE = chain.genesis(RULES)
 
 def ready(sender: PeerId, *, tokens: int = 8, norm: float = 1.0) -> Signed[Ready]:
     runs = ((RULES.part_count, tokens),) if tokens else ()
-    message = Ready(base=STATE.base, tokens=runs, norm=norm, largest=0.1)
+    message = Ready(base=STATE.base, tokens=runs, norm=norm, largest=0.1, parts_root=bytes(32))
     return wire.sign(CheapKeyring(sender), sender, message)
 
 
@@ -114,7 +114,7 @@ def test_a_full_roster_leaves_nobody_out() -> None:
     state = chain.genesis(rules)
     assembly = Assembly(state=state, rules=rules)
     for sender in many:
-        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1)
+        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1, parts_root=bytes(32))
         assembly.add_ready(wire.sign(CheapKeyring(sender), sender, message), 0.0)
     roster = assembly.roster(attempt=0, leaves={}, absent=())
     assert roster is not None
@@ -135,7 +135,7 @@ def test_whom_the_round_cannot_do_without_is_not_absent(joins: bool) -> None:
     state = chain.genesis(rules)
     assembly = Assembly(state=state, rules=rules)
     for sender in FIVE[:3]:
-        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1)
+        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1, parts_root=bytes(32))
         assembly.add_ready(wire.sign(CheapKeyring(sender), sender, message), 0.0)
     if joins:
         newcomer = wire.sign(CheapKeyring("Newcomer"), "Newcomer", Join(base=state.base, units_wanted=2))

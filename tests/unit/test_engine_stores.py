@@ -16,6 +16,7 @@ from node.engine.outbox import Contribution, Outbox
 from node.engine.parts import PartStore
 from node.engine.snapshots import MAX_PINS, SnapshotError, SnapshotStore
 from protocol.codecs import codec
+from protocol.commitment import Commitment
 from protocol.names import digest
 from protocol.state_hash import state_hash
 
@@ -125,18 +126,45 @@ def test_a_contribution_counts_once_it_is_whole(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path / "outbox", GEOMETRY)
     base = bytes(32)
     writer = outbox.write(base)
-    for part in range(3):
-        writer.put(part, bytes([part]) * GEOMETRY.part_bytes(part))
+    payloads = [bytes([part]) * GEOMETRY.part_bytes(part) for part in range(3)]
+    hashes = tuple(blake3(payload).digest() for payload in payloads)
+    for part, payload in enumerate(payloads):
+        writer.put(part, payload)
     assert outbox.find(base) is None
-    writer.finish(Contribution(hashes=(b"",) * 3, norm=1.0, largest=0.5))
+    frozen = Contribution(hashes=hashes, parts_root=Commitment(hashes).root, norm=1.0, largest=0.5)
+    writer.finish(frozen)
     reader = outbox.read(base)
     assert reader is not None
     assert reader.read(2) == bytes([2]) * GEOMETRY.part_bytes(2)
     other = bytes([1]) * 32
-    outbox.write(other).finish(Contribution(hashes=(b"",) * 3, norm=0.0, largest=0.0))
+    outbox.write(other).finish(frozen)
     assert outbox.find(base) is None
     assert reader.read(0) == bytes(GEOMETRY.part_bytes(0)), "an exchange that runs keeps its bytes"
     reader.close()
+
+
+def test_a_contribution_that_went_bad_on_disk_is_not_given_back(tmp_path: Path) -> None:
+    """Sent or summed, it would look as if this node had lied about what its READY binds."""
+    outbox = Outbox(tmp_path / "outbox", GEOMETRY)
+    writer = outbox.write(bytes(32))
+    payloads = [bytes([part]) * GEOMETRY.part_bytes(part) for part in range(3)]
+    hashes = tuple(blake3(payload).digest() for payload in payloads)
+    for part, payload in enumerate(payloads):
+        writer.put(part, payload)
+    writer.finish(Contribution(hashes=hashes, parts_root=Commitment(hashes).root, norm=1.0, largest=0.5))
+    path = tmp_path / "outbox" / f"{bytes(32).hex()}.data"
+    data = bytearray(path.read_bytes())
+    data[GEOMETRY.slot_bytes + 7] ^= 1
+    path.write_bytes(data)
+    reader = outbox.read(bytes(32))
+    assert reader is not None
+    assert reader.read(0) == payloads[0]
+    for read in (reader.read, reader.read_cached):
+        with pytest.raises(OSError, match="went bad"):
+            read(1)
+    reader.close()
+    path.unlink()
+    assert outbox.find(bytes(32)) is None
 
 
 def vectors(seed: int) -> tuple[np.ndarray, np.ndarray]:

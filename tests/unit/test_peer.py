@@ -42,6 +42,7 @@ from protocol.peer import PeerMachine
 from protocol.rules import Rules
 
 PARTS = 1
+PARTS_ROOT = digest(b"parts")
 SOLO = peers(1)
 THREE = peers(3)
 
@@ -127,6 +128,7 @@ class Solo:
         return Frozen(
             base=self.machine.state.base,
             tokens=((PARTS, 100),),
+            parts_root=PARTS_ROOT,
             norm=1.0,
             largest=0.1,
             ranges_done=(),
@@ -256,6 +258,7 @@ def test_a_second_decision_of_a_round_stops_the_node() -> None:
             Frozen(
                 base=before,
                 tokens=((PARTS, tokens),),
+                parts_root=PARTS_ROOT,
                 norm=1.0,
                 largest=0.1,
                 ranges_done=(),
@@ -305,7 +308,7 @@ def test_far_behind_there_is_nothing_to_ask() -> None:
 
 def named_by(peer: PeerMachine, sender: PeerId, other: Base) -> list[object]:
     """What comes of `sender`'s READY on the base `other`."""
-    ready = Ready(base=other, tokens=((PARTS, 10),), norm=1.0)
+    ready = Ready(base=other, tokens=((PARTS, 10),), parts_root=PARTS_ROOT, norm=1.0)
     data = wire.encode(wire.sign(CheapKeyring(sender), sender, ready))
     return of_kind(peer.handle(Received(data=data, from_peer=sender), 0.0), StateCorrupt)
 

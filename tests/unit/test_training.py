@@ -29,7 +29,7 @@ PARTS = RULES.part_count
 FIRST = genesis(RULES)
 SECOND = replace(FIRST, base=replace(FIRST.base, round=1, prev=bytes([1]) * 32))
 WORK = wire.Contribution(round=0, steps=5, tokens=320, loss=2.0, ranges_done=(), units_wanted=3)
-ENCODED = api.Encoded(id=1, hashes=(bytes(32),) * PARTS, norm=1.0, largest=0.5, finite=True)
+ENCODED = api.Encoded(id=1, parts_root=bytes(32), norm=1.0, largest=0.5, finite=True)
 
 
 class Engine:

@@ -117,6 +117,7 @@ BAD_READYS: Mapping[str, tuple[Signed[Ready], str]] = {
     "units twice": (altered(READY, ranges_done=(LEASE, replace(LEASE, stop=LEASE.start + 1))), "twice"),
     "units beyond": (altered(READY, ranges_done=(replace(LEASE, stop=LEASE.stop + 1),)), "does not lease"),
     "another epoch": (altered(READY, ranges_done=(UnitRange(epoch=1, start=0, stop=1),)), "does not lease"),
+    "bytes not bound": (altered(READY, parts_root=b""), "binds the bytes"),
     "too greedy": (altered(READY, units_wanted=9), "the cap of 8"),
 }
 

@@ -70,6 +70,7 @@ def signed_samples() -> Iterator[Signed[Any]]:
             upload_limit_bytes=10**9,
             download_limit_bytes=10**8,
             failed_edges=PEERS[1:],
+            parts_root=digest(b"parts"),
         ),
         Join(base=STATE.base, units_wanted=8),
         Leave(base=STATE.base),
@@ -167,6 +168,7 @@ def bad(message: Message) -> bytes:
 READY = Ready(base=STATE.base)
 BAD_MESSAGES: dict[str, Message] = {
     "norm NaN": replace(READY, norm=math.nan),
+    "root too short": replace(READY, parts_root=bytes(31)),
     "norm infinite": replace(READY, norm=math.inf),
     "norm negative": replace(READY, norm=-1.0),
     "largest infinite": replace(READY, largest=math.inf),
