@@ -49,8 +49,10 @@ class TooLate(AtollError):
 
 
 def command(*arguments: str, namespace: str | None = None) -> list[str]:
-    """`atoll ARGUMENTS`, in a network namespace when one is named."""
-    prefix = ["ip", "netns", "exec", namespace] if namespace else []
+    """`atoll ARGUMENTS`, in a network namespace when one is named, or given by the path of its file."""
+    prefix: list[str] = []
+    if namespace is not None:
+        prefix = ["nsenter", f"--net={namespace}", "--"] if "/" in namespace else ["ip", "netns", "exec", namespace]
     return [*prefix, sys.executable, "-P", "-m", "node.cli.main", *arguments]
 
 
