@@ -116,6 +116,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """All known peers of the run, this node included."""
     group: tuple[str, ...] = ()
     """Peer ids of the group that this node exchanges in."""
+    electors: tuple[str, ...] = ()
+    """Peer ids of the members whose votes decide this round."""
+    attempt: int = 0
+    """Attempt of this round that is under way here, from 0."""
+    coordinator: str | None = None
+    """Peer id of who leads that attempt; None while this node follows no round."""
     tokens_total: int = 0
     """Tokens counted by the run."""
     tokens_per_s: float = 0.0

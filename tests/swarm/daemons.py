@@ -48,12 +48,15 @@ class TooLate(AtollError):
     """Something did not happen in time, or a node ended; one sentence with what the node was waiting for."""
 
 
-def command(*arguments: str, namespace: str | None = None) -> list[str]:
+ATOLL = (sys.executable, "-P", "-m", "node.cli.main")
+
+
+def command(*arguments: str, namespace: str | None = None, program: Sequence[str] = ATOLL) -> list[str]:
     """`atoll ARGUMENTS`, in a network namespace when one is named, or given by the path of its file."""
     prefix: list[str] = []
     if namespace is not None:
         prefix = ["nsenter", f"--net={namespace}", "--"] if "/" in namespace else ["ip", "netns", "exec", namespace]
-    return [*prefix, sys.executable, "-P", "-m", "node.cli.main", *arguments]
+    return [*prefix, *program, *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -75,6 +78,8 @@ class Daemon:
 
     home: Home
     namespace: str | None = None
+    program: Sequence[str] = ATOLL
+    """What is started as `atoll`."""
     process: subprocess.Popen[bytes] | None = None
     last: Status | None = None
     rounds: dict[int, HistoryRound] = field(default_factory=dict)
@@ -112,7 +117,9 @@ class Daemon:
         assert not self.running
         with self._output_file.open("ab") as output:
             self.process = subprocess.Popen(
-                command("daemon", "--home", str(self.home.path), *arguments, namespace=self.namespace),
+                command(
+                    "daemon", "--home", str(self.home.path), *arguments, namespace=self.namespace, program=self.program
+                ),
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

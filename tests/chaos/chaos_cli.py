@@ -1,0 +1,150 @@
+"""`scripts/chaos`: any row of the fault table with real processes, and what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from node.errors import AtollError
+from tests.chaos.lab import Lab
+from tests.chaos.rows import Measured, Row, rows
+
+Outcome = Literal["held", "FAILED", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    number: int
+    fault: str
+    outcome: Outcome
+    why: str
+    seconds: float
+    measured: Measured | None
+
+
+def run_row(row: Row, directory: Path, console: Console, *, thorough: bool) -> Result:
+    """Its outcome; the homes stay in `directory` when it failed."""
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - started_s:6.1f} s  {text}", highlight=False, soft_wrap=True)
+
+    def result(outcome: Outcome, why: str = "", measured: Measured | None = None) -> Result:
+        return Result(
+            number=row.number,
+            fault=row.fault,
+            outcome=outcome,
+            why=why,
+            seconds=round(time.monotonic() - started_s, 1),
+            measured=measured,
+        )
+
+    console.print(f"\nrow {row.number}: {row.fault}", style="bold", highlight=False)
+    lacking = row.needs()
+    if lacking is not None:
+        say(f"skipped: {lacking}")
+        return result("skipped", lacking)
+    try:
+        with Lab(directory, thorough=thorough, say=say) as lab:
+            measured = row.run(lab)
+    except (AssertionError, AtollError, OSError) as error:
+        say(f"FAILED: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}the homes are in {directory}")
+        return result("FAILED", str(error))
+    shutil.rmtree(directory)
+    say("held")
+    return result("held", measured=measured)
+
+
+def show(results: list[Result], console: Console) -> None:
+    made = Table(title=f"{date.today()}, {os.cpu_count()} cores", title_justify="left")
+    for title in ("row", "outcome", "took", "recovers in", "rounds lost", "work lost"):
+        made.add_column(title, no_wrap=True)
+    for one in results:
+        measured = one.measured or Measured()
+        made.add_row(
+            str(one.number),
+            one.outcome,
+            f"{one.seconds:.0f} s",
+            "-" if measured.recover_s is None else f"{measured.recover_s:.1f} s",
+            "-" if measured.rounds_lost is None else str(measured.rounds_lost),
+            "-" if measured.work_lost_tokens is None else f"{measured.work_lost_tokens} tokens",
+        )
+    console.print()
+    console.print(made)
+    for one in results:
+        notes = {} if one.measured is None else one.measured.notes
+        for line in [one.why] if one.why else [f"{name} = {value}" for name, value in notes.items()]:
+            console.print(f"row {one.number}: {line}", highlight=False, soft_wrap=True)
+
+
+def chosen(words: list[str], known: dict[int, Row]) -> list[Row]:
+    """Raises ValueError with one sentence."""
+    picked: dict[int, Row] = {}
+    for word in words:
+        if word == "all":
+            picked |= known
+        elif word == "ci":
+            picked |= {number: row for number, row in known.items() if row.in_ci}
+        elif word.isdigit() and int(word) in known:
+            picked[int(word)] = known[int(word)]
+        else:
+            raise ValueError(f"there is no row {word!r}: choose of {', '.join(map(str, known))}, or `ci`, or `all`")
+    return [picked[number] for number in sorted(picked)]
+
+
+def main() -> int:
+    known = rows()
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos",
+        description="Does harm to real nodes on this machine, row by row of docs/faults.md, and checks what must hold. "
+        "Exit status 0: every row held.",
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="numbers; `ci`: the six that CI runs; `all`")
+    parser.add_argument("--short", action="store_true", help="as CI runs them, not with all variants")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--list", action="store_true", help="say what each row does and checks")
+    parser.add_argument("--directory", type=Path, help="for the homes (a temporary directory)")
+    given = parser.parse_args()
+    console = Console()
+    if given.list or not given.rows:
+        for row in known.values():
+            console.print(
+                f"{row.number:2}  {row.fault}{' (in CI)' if row.in_ci else ''}", style="bold", highlight=False
+            )
+            console.print(f"{row.must}\n\n{row.checks}", highlight=False, soft_wrap=True)
+        return 0
+    try:
+        wanted = chosen(given.rows, known)
+    except ValueError as error:
+        parser.error(str(error))
+    place: Path = (given.directory or Path(tempfile.mkdtemp(prefix="atoll-chaos-"))).absolute()
+    results = []
+    for row in wanted:
+        directory = place / f"row-{row.number}"
+        directory.mkdir(parents=True)
+        short = given.short or "ci" in given.rows
+        results.append(run_row(row, directory, console, thorough=not short))
+    show(results, console)
+    if given.json is not None:
+        report = {"date": date.today().isoformat(), "cores": os.cpu_count(), "rows": [asdict(one) for one in results]}
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    if all(one.outcome != "FAILED" for one in results) and given.directory is None:
+        shutil.rmtree(place)
+    return 0 if all(one.outcome != "FAILED" for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
