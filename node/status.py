@@ -138,6 +138,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of the outer state's vector."""
     disk_bytes: int = 0
     """Used by parts, snapshots and artifacts of this run."""
+    storage_able: bool = True
+    """False while the disk refuses what must be kept: this node takes part in no round until it works."""
     resident_bytes: dict[str, int] = {}
     """Process ("supervisor", "daemon", "engine", "trainer") → resident memory."""
     problems: dict[str, int] = {}

@@ -1,7 +1,8 @@
 """Performs what the state machine decides, in its order, and tells it what happened (`protocol.events`).
 
 One task handles events one at a time; whatever takes long (a transfer, an apply) runs beside it and posts its result,
-so heartbeats never wait for bytes. The vote journal is waited for: nothing may leave before it is on disk.
+so heartbeats never wait for bytes. The vote journal is waited for: nothing may leave before it is on disk. A disk that
+refuses it holds back what comes behind, and nothing else (`node.daemon.storage`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import apply_request, exchange_request, part_ref
+from node.daemon.storage import HeldEffects, Storage
 from node.daemon.store import Store
 from node.daemon.training import Training
 from node.engine import api
@@ -37,6 +39,7 @@ FETCH_PARTS_S = 30.0
 STOPPED_KEPT = 64
 WAITING_MESSAGES = 256
 """Messages of peers between the network's inbox, which is fair and bounded, and the machine."""
+JOURNAL, CHAIN = "the vote journal", "the chain"
 DISK_RETRY_S = 2.0
 LEAVE_SPREADS_S = 0.3
 """For the LEAVE to be written to every peer's connection before it closes."""
@@ -90,6 +93,7 @@ class Driver:
         store: Store,
         training: Training,
         observations: Observations,
+        storage: Storage,
         max_rounds: int | None,
         on_commit: Callable[[Commit, events.Applied], None],
     ) -> None:
@@ -101,6 +105,7 @@ class Driver:
         self._store = store
         self._training = training
         self._observations = observations
+        self._storage = storage
         self._max_rounds = max_rounds
         self._on_commit = on_commit
         # Without bound: what this node's own processes say is never dropped. Peers fill it no further than their share.
@@ -113,6 +118,9 @@ class Driver:
         self._snapshot_done = trio.Event()
         self._snapshot_done.set()
         self._between_rounds = trio.Event()
+        self._held = HeldEffects()
+        """What waits for a disk that refuses the journal or the chain."""
+        self._retry_s = math.inf
         self._proving = False
         self._leaving = False
 
@@ -127,6 +135,8 @@ class Driver:
     async def run(self) -> Behind | Corrupt | Over:
         """Raises `Fallen` on an alarm of the protocol."""
         self._observations.began_round(self.machine.state.base.round)
+        if not self._storage.able:
+            self.post(events.StorageAble(able=False))
         await self._training.resume(self.machine.state)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -139,6 +149,8 @@ class Driver:
                 else:
                     self._between_rounds.set()
                 event = await self._next_event()
+                if trio.current_time() >= self._retry_s:
+                    await self._release()
                 await self._handle(event)
             await self._snapshot_done.wait()
             nursery.cancel_scope.cancel()
@@ -146,7 +158,7 @@ class Driver:
         return self._outcome
 
     async def _next_event(self) -> events.Event | _ApplyDone:
-        wait_s = max(0.0, self.machine.next_wakeup_s - trio.current_time())
+        wait_s = max(0.0, min(self.machine.next_wakeup_s, self._retry_s) - trio.current_time())
         with trio.move_on_after(wait_s) as timer:
             event = await self._receive.receive()
         return events.Tick() if timer.cancelled_caught else event
@@ -168,11 +180,19 @@ class Driver:
             await self._perform(effect)
 
     async def _perform(self, effect: events.Effect) -> None:
+        """At once, or when the disk has taken what comes before it."""
+        if self._held and not self._held.may_pass(effect):
+            self._held.add(effect)
+        else:
+            await self._perform_now(effect)
+
+    async def _perform_now(self, effect: events.Effect) -> None:
         match effect:
             case events.Send():
                 self._network.send(effect.to, effect.data, replaces=effect.replaces)
             case events.Persist():
-                await self._to_disk(partial(self._store.write_journal, effect.journal))
+                if not await self._stored(JOURNAL, partial(self._store.write_journal, effect.journal)):
+                    self._hold(effect)
             case events.Freeze():
                 self._nursery.start_soon(self._training.freeze, effect.base, effect.within_s)
             case events.StartExchange():
@@ -198,7 +218,9 @@ class Driver:
             case events.Apply():
                 self._nursery.start_soon(self._apply, effect)
             case events.NewLineage():
-                await self._to_disk(partial(self._store.append_reform, effect.reformed))
+                if not await self._stored(CHAIN, partial(self._store.append_reform, effect.reformed)):
+                    self._hold(effect)
+                    return
                 log.warning(
                     "the electors are gone: this run goes on as a new lineage",
                     round=self.machine.state.base.round,
@@ -223,24 +245,26 @@ class Driver:
 
     # ------------------------------------------------------------ longer work
 
-    async def _to_disk(self, write: Callable[[], None]) -> None:
-        """Until the disk takes it; training goes on meanwhile (design section 12)."""
-        alarmed = False
-        while True:
-            try:
-                await trio.to_thread.run_sync(write)
-                break
-            except OSError as error:
-                if not alarmed:
-                    log.critical("the disk refuses what must not be forgotten", why=str(error))
-                    self._observations.count(["chain or journal not stored"])
-                alarmed = True
-                self._observations.setting_up(
-                    "paused", f"the chain or the vote journal cannot be written ({error.strerror}): free disk"
-                )
-            await trio.sleep(DISK_RETRY_S)
-        if alarmed:
-            self._observations.starting = None
+    async def _stored(self, what: str, write: Callable[[], None]) -> bool:
+        """Whether the disk took it; told either way."""
+        try:
+            await trio.to_thread.run_sync(write)
+        except OSError as error:
+            self._storage.refused(what, error.strerror or str(error))
+            return False
+        self._storage.works(what)
+        return True
+
+    def _hold(self, effect: events.Effect) -> None:
+        """Until the disk takes it; heartbeats go on meanwhile, and say that this node cannot take part."""
+        self._held.add(effect)
+        self._retry_s = trio.current_time() + DISK_RETRY_S
+
+    async def _release(self) -> None:
+        """Try again; what the disk still refuses is held anew, and so is all behind it."""
+        self._retry_s = math.inf
+        for effect in self._held.take():
+            await self._perform(effect)
 
     async def _prove_behind(self, effect: events.CatchUp) -> None:
         """A heartbeat is only a claim: no round is left before somebody shows a record that follows this chain."""
@@ -310,10 +334,12 @@ class Driver:
     async def _apply(self, effect: events.Apply) -> None:
         """Commit to disk first, then the outer step: a crash in between replays it (protocol section 8)."""
         await self._snapshot_done.wait()
+        append = partial(self._store.append_commit, effect.commit, effect.commit_hash)
+        while not await self._stored(CHAIN, append):  # noqa: ASYNC110 - a disk tells nobody that it has room again
+            await trio.sleep(DISK_RETRY_S)  # the trainer goes on meanwhile
         handed_over = await self._training.surrender()
         if not handed_over:
             self._observations.count(["trainer did not hand over in time"])
-        await self._to_disk(partial(self._store.append_commit, effect.commit, effect.commit_hash))
         try:
             answer = await self._engine.apply(
                 apply_request(
@@ -333,7 +359,7 @@ class Driver:
         before = self.machine.state
         commit = done.effect.commit
         applied = events.Applied(round=before.base.round + 1, state_hash=done.answer.state_hash)
-        await self._to_disk(partial(self._store.mark_applied, applied.round, applied.state_hash))
+        await trio.to_thread.run_sync(self._store.mark_applied, applied.round, applied.state_hash)
         effects = self.machine.handle(applied, trio.current_time())
         after = self.machine.state
         self._training.settle(done.answer.counted)
@@ -373,6 +399,15 @@ class Driver:
             await self._ask(partial(self._engine.keep_commits, round=new_round - 1, hashes=hashes))
             ends = self._rules.final_round is not None and new_round >= self._rules.final_round
             if ends or new_round % self._manifest.limits.snapshot_every_rounds == 0:
-                await self._ask(partial(self._engine.save_snapshot, round=new_round))
+                await self._save_snapshot(new_round)
         finally:
             self._snapshot_done.set()
+
+    async def _save_snapshot(self, new_round: int) -> None:
+        try:
+            await self._engine.save_snapshot(round=new_round)
+        except EngineFailed as error:
+            log.error("no snapshot was saved: those before it are kept", round=new_round, why=str(error))
+            self._observations.count(["snapshot not saved"])
+        except trio.BrokenResourceError:
+            pass  # the engine is gone; the session notices by itself

@@ -13,10 +13,13 @@ from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import signed_header
+from node.daemon.storage import Storage
 from node.daemon.streams import RequestFailed
 from node.engine import api
 from protocol import events
 from protocol.messages import PartHeader
+
+PARTS = "received parts"
 
 log = structlog.get_logger()
 
@@ -24,12 +27,21 @@ log = structlog.get_logger()
 class EngineFeed:
     """Both tasks end with the engine they serve."""
 
-    def __init__(self, *, network: Network, observations: Observations, post: Callable[[events.Event], None]) -> None:
+    def __init__(
+        self,
+        *,
+        network: Network,
+        observations: Observations,
+        storage: Storage,
+        post: Callable[[events.Event], None],
+    ) -> None:
         self._network = network
         self._observations = observations
+        self._storage = storage
         self._post = post
 
     async def pump(self, engine: EngineClient) -> None:
+        self._storage.works(PARTS)  # as far as this engine has seen
         async with trio.open_nursery() as nursery:
             async for event in engine.events:
                 match event:
@@ -56,11 +68,9 @@ class EngineFeed:
                         self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
                         self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))
                     case api.StorageFailed():
-                        log.error("received bytes cannot be stored", why=event.reason)
-                        self._observations.count(["storing failed"])
-                        self._post(events.StorageAble(able=False))
+                        self._storage.refused(PARTS, event.reason)
                     case api.StorageWorks():
-                        self._post(events.StorageAble(able=True))
+                        self._storage.works(PARTS)
                     case api.PeerRate():
                         self._network.record_rate(
                             event.peer_id,

@@ -43,6 +43,7 @@ class _Collector(Collector):
             ("atoll_validation_loss", "Newest validation loss.", status.validation_loss),
             ("atoll_trainer_attached", "1 while a trainer is attached.", status.trainer.attached),
             ("atoll_disk_bytes", "Disk used by parts, snapshots and artifacts of the run.", status.disk_bytes),
+            ("atoll_storage_able", "0 while the disk refuses what must be kept.", status.storage_able),
             ("atoll_uptime_seconds", "Age of this daemon.", status.uptime_s),
             ("atoll_carried_tokens", "Trained here and not in a commit yet.", status.work.carried_tokens),
         ]

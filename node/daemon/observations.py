@@ -76,6 +76,8 @@ class Observations:
     starting: str | None = "the daemon is starting"
     """Why there is no state machine yet; None while one runs."""
     phase: str = "starting"
+    storage: str | None = None
+    """What the disk refuses, and what follows from it; None while it takes everything."""
     loss: float | None = None
     validation_loss: float | None = None
     tokens_per_s: float = 0.0

@@ -19,6 +19,7 @@ from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
 from node.daemon.network import Network
 from node.daemon.observations import Observations
+from node.daemon.storage import Storage
 from node.daemon.store import JournalState, Store
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
 from node.daemon.trainer_host import TrainerHost
@@ -78,7 +79,8 @@ class RunSession:
         self.engine: EngineClient | None = None
         self.driver: Driver | None = None
         self._answers = Answers(self.store)
-        self._feed = EngineFeed(network=network, observations=observations, post=self._post)
+        self._storage = Storage(observations=observations, post=self._post)
+        self._feed = EngineFeed(network=network, observations=observations, storage=self._storage, post=self._post)
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
         self._engine_was_open = False
@@ -344,6 +346,7 @@ class RunSession:
                 store=self.store,
                 training=training,
                 observations=self._observations,
+                storage=self._storage,
                 max_rounds=self._settings.max_rounds,
                 on_commit=self._on_commit,
             )

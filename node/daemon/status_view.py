@@ -77,6 +77,8 @@ class StatusView:
             phase, reason = machine.phase, machine.reason
             if phase == "training" and session is not None and not self._host.attached:
                 reason = session.trainer_exit or "no trainer is attached: it is starting, or attach one"
+        if seen.storage is not None:
+            reason = f"{seen.storage}; {reason}" if reason else seen.storage
         trouble = self._network.reason()
         # With peers it is an alarm; without, a node that trains alone is told only what it waits for.
         if trouble and trouble not in reason and (self._network.peers or phase != "training"):
@@ -121,6 +123,7 @@ class StatusView:
             work=seen.work,
             parameters=session.rules.elements if session is not None else 0,
             disk_bytes=seen.disk_bytes,
+            storage_able=seen.storage is None,
             resident_bytes=self._resident_bytes,
             problems={**seen.problems, **self._network.problems(), **self._dropped_by_engine()},
             http=self.http,

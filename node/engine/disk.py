@@ -56,11 +56,16 @@ class SharedFile:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, durably: after a crash it holds the old bytes or the new ones."""
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # On a full disk half a file would only take room from what comes next.
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

@@ -64,7 +64,7 @@ class Engine:
         self._snapshots = SnapshotStore(directory / "snapshots", self._geometry)
         self._outbox = Outbox(directory / "outbox", self._geometry)
         self._directory = directory
-        self._keeper = PartKeeper(self._parts, self._threads, say)
+        self._keeper = PartKeeper(self._parts, self._threads, say, self._give_up_oldest)
         self._requester = Requester()
         responder = Responder(
             parts=self._parts,
@@ -227,8 +227,12 @@ class Engine:
         self._snapshots.prune(self._request.keep_snapshots)
         limit = self._request.disk_limit_bytes
         while limit and self._disk_bytes() > limit:
-            if not self._parts.drop_oldest_round() and not self._snapshots.drop_oldest():
+            if not self._give_up_oldest():
                 return
+
+    def _give_up_oldest(self) -> bool:
+        """In a thread: what is kept only for others goes first; the newest round and the newest state stay."""
+        return self._parts.drop_oldest_round() or self._snapshots.drop_oldest()
 
     def _disk_bytes(self) -> int:
         stores = (self._artifacts, self._parts, self._snapshots, self._outbox)

@@ -46,6 +46,10 @@ class OutboxWriter:
         write_atomic(path, msgspec.msgpack.encode(contribution))
         self._outbox.forget_others(self._base)
 
+    def discard(self) -> None:
+        """It cannot be stored: give the room back."""
+        os.ftruncate(self._fd, 0)
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

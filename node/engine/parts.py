@@ -9,6 +9,7 @@ A part is readable as soon as it is written, and counts as held once `sync` retu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -150,8 +151,9 @@ class PartStore:
                 return False
             oldest = min(self._rounds)
             del self._rounds[oldest], self._lacking[oldest]
-            self._write_rounds()
         self._drop_unneeded()
+        with self._lock, contextlib.suppress(OSError):  # a round too many in the file only counts as incomplete
+            self._write_rounds()
         return True
 
     def _drop_unneeded(self) -> None:

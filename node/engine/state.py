@@ -164,6 +164,9 @@ class OuterState:
             await self._threads.disk(lambda: writer.finish(contribution))
         except CodecError:
             return None
+        except OSError:
+            writer.discard()
+            raise
         finally:
             writer.close()
         return contribution

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -14,8 +15,16 @@ RETRY_S = 2.0
 
 
 class PartKeeper:
-    def __init__(self, parts: PartStore, threads: Threads, emit: Callable[[Event], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        parts: PartStore,
+        threads: Threads,
+        emit: Callable[[Event], Awaitable[None]],
+        make_room: Callable[[], bool],
+    ) -> None:
+        """`make_room` gives up something old on a full disk (in a thread); False: there is nothing to give up."""
         self.parts = parts
+        self._make_room = make_room
         self._threads = threads
         self._emit = emit
         self._written: list[PartRef] = []
@@ -26,13 +35,16 @@ class PartKeeper:
 
     async def write(self, ref: PartRef, payload: bytes | bytearray) -> bool:
         """Write a verified part; `PartHeld` follows. False: the disk refused it (the daemon is told)."""
-        try:
-            await self._threads.disk(lambda: self.parts.write(ref, payload))
-        except OSError as error:
-            await self._failed(error)
-            return False
-        self.announce(ref)
-        return True
+        while True:
+            try:
+                await self._threads.disk(lambda: self.parts.write(ref, payload))
+            except OSError as error:
+                if error.errno == errno.ENOSPC and await self._threads.disk(self._make_room):
+                    continue
+                await self._failed(error)
+                return False
+            self.announce(ref)
+            return True
 
     def announce(self, ref: PartRef) -> None:
         """`PartHeld` for a part that is written, once it is durable."""
@@ -70,6 +82,4 @@ class PartKeeper:
     async def _failed(self, error: OSError) -> None:
         if not self._failing:
             self._failing = True
-            await self._emit(
-                StorageFailed(reason=f"a part could not be stored: {error.strerror}; free some disk space")
-            )
+            await self._emit(StorageFailed(reason=f"a part could not be stored: {error.strerror or error}"))
