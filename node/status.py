@@ -79,15 +79,38 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Inner steps after which it contributes."""
 
 
+class WorkTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """The account to the last token. In part-tokens: a token that is trained is one in each of the vector's parts."""
+
+    parts: int = 1
+    produced: int = 0
+    counted: int = 0
+    carried: int = 0
+    discarded: dict[str, int] = {}
+    """By reason."""
+
+    @property
+    def missing(self) -> int:
+        """Zero, always: produced − counted − carried − discarded."""
+        return self.produced - self.counted - self.carried - sum(self.discarded.values())
+
+
 class WorkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Invariant 3: produced = counted + carried + discarded (tokens trained by this node)."""
+    """Invariant 3: produced = counted + carried + discarded, over all lives of this node; tokens, rounded down."""
 
     produced_tokens: int = 0
+    """Trained by this node."""
     counted_tokens: int = 0
+    """In commits of the chain."""
     carried_tokens: int = 0
-    """In the local model, not in a commit yet."""
+    """In the local model, or frozen for the present round; in no commit yet."""
     discarded_tokens: int = 0
-    """Lost in a hard reset, and said so."""
+    """Lost, and said so."""
+    discarded: dict[str, int] = {}
+    """The same by reason."""
+    since_unix_s: float = 0.0
+    """When the account began, by this machine's clock: with this home's first part in the run."""
+    exact: WorkTotals = WorkTotals()
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

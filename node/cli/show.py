@@ -70,6 +70,13 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
         losses += f"   validation {number(status.validation_loss)}"
     table.add_row("loss", losses)
     table.add_row("tokens", f"{quantity(status.tokens_total)} by the run   {quantity(status.tokens_per_s)}/s here")
+    work = status.work
+    lost = "".join(f", {quantity(tokens)} {reason}" for reason, tokens in work.discarded.items() if tokens)
+    table.add_row(
+        "work here",
+        f"{quantity(work.produced_tokens)} trained = {quantity(work.counted_tokens)} counted + "
+        f"{quantity(work.carried_tokens)} carried + {quantity(work.discarded_tokens)} lost{lost}",
+    )
     trainer = status.trainer
     attached = f"{trainer.name} on {trainer.device}, step {trainer.step} of {trainer.budget_steps}"
     table.add_row("trainer", attached if trainer.attached else "none attached")

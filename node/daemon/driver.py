@@ -362,7 +362,7 @@ class Driver:
         await trio.to_thread.run_sync(self._store.mark_applied, applied.round, applied.state_hash)
         effects = self.machine.handle(applied, trio.current_time())
         after = self.machine.state
-        self._training.settle(done.answer.counted)
+        counted_before = self._training.settle(commit, done.answer.counted, after)
         line = self._observations.saw_commit(commit, before, after)
         log.info(
             "round committed",
@@ -377,7 +377,7 @@ class Driver:
         self._on_commit(commit, applied)
         self._snapshot_done = trio.Event()
         self._nursery.start_soon(self._after_commit, commit, after.base.round)
-        await self._training.begin(after, counted=done.answer.counted, hard_reset=False)
+        await self._training.begin(after, counted=done.answer.counted, hard_reset=counted_before)
         for effect in effects:
             await self._perform(effect)
         enough = self._max_rounds is not None and self._observations.rounds_seen >= self._max_rounds

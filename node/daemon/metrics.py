@@ -66,8 +66,15 @@ class _Collector(Collector):
             resident.add_metric([process], size)
         yield resident
         yield CounterMetricFamily("atoll_tokens", "Tokens counted by the run.", value=status.tokens_total)
-        yield CounterMetricFamily("atoll_counted_tokens", "Tokens of this node's counted.", status.work.counted_tokens)
-        yield CounterMetricFamily("atoll_discarded_tokens", "Trained here and lost.", status.work.discarded_tokens)
+        work = status.work
+        yield CounterMetricFamily(
+            "atoll_produced_tokens", "Tokens trained by this node, all lives.", work.produced_tokens
+        )
+        yield CounterMetricFamily("atoll_counted_tokens", "Tokens of this node's in commits.", work.counted_tokens)
+        discarded = CounterMetricFamily("atoll_discarded_tokens", "Trained here and lost.", labels=["reason"])
+        for reason, tokens in work.discarded.items():
+            discarded.add_metric([reason], tokens)
+        yield discarded
         problems = CounterMetricFamily("atoll_problems", "What went wrong and was dealt with.", labels=["reason"])
         for reason, count in status.problems.items():
             problems.add_metric([reason], count)

@@ -12,7 +12,6 @@ import trio
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp, HeldState
-from node.daemon.contribution import WorkLedger
 from node.daemon.driver import LEAVE_SPREADS_S, Corrupt, Driver, Over
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
@@ -24,6 +23,8 @@ from node.daemon.store import JournalState, Store
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
 from node.daemon.trainer_host import TrainerHost
 from node.daemon.training import Training
+from node.daemon.work_book import WorkBook
+from node.daemon.work_file import WorkFile
 from node.engine import api
 from node.errors import OperatorError
 from node.manifest import Manifest, SignedManifest, rules_of
@@ -73,9 +74,6 @@ class RunSession:
         self._engine_directory = home.engine_directory(run)
         self._trainer_directory = home.trainer_directory(run)
         self.store = Store(self._run_directory, self.rules, identity)
-        self.ledger = WorkLedger(
-            parts=self.rules.part_count, token_cap=3 * self.rules.lease_cap_units * self.rules.unit_tokens
-        )
         self.engine: EngineClient | None = None
         self.driver: Driver | None = None
         self._answers = Answers(self.store)
@@ -293,7 +291,13 @@ class RunSession:
                 manifest_body=self._signed.body,
                 rules=self.rules,
                 host=self._host,
-                ledger=self.ledger,
+                work=WorkBook(
+                    file=WorkFile(self._run_directory / "work"),
+                    store=self.store,
+                    peer=self._identity.peer_id,
+                    rules=self.rules,
+                    observations=self._observations,
+                ),
                 observations=self._observations,
                 artifacts_directory=str(self._engine_directory / "artifacts"),
                 trainer_directory=str(self._trainer_directory),

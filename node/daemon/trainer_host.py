@@ -403,7 +403,7 @@ class TrainerHost:
 def _faults(message: wire.Progress | wire.Validated | wire.Contribution | wire.Loaded) -> list[str]:
     """What is impossible in a frame that decoded."""
     faults = []
-    for field in ("round", "steps", "tokens", "units_wanted"):
+    for field in ("round", "steps", "tokens", "units_wanted", "made"):
         value = getattr(message, field, 0)
         if not 0 <= value < 1 << 63:
             faults.append(f"{field} {value}")

@@ -12,18 +12,19 @@ from collections.abc import Callable
 import structlog
 import trio
 
-from node.daemon.contribution import WorkLedger
+from node.daemon.contribution import NOT_FINITE, STATE_REPLACED, TOO_LATE, WITH_THE_TRAINER
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.identity import Identity
 from node.daemon.observations import Observations
 from node.daemon.trainer_host import Attached, Detached, TrainerHost
+from node.daemon.work_book import WorkBook
 from node.engine import api
 from node.manifest import Manifest
 from node.settings import DaemonSettings
 from node.trainer import wire
 from protocol.chain import ChainState, member
 from protocol.events import Event, Frozen, TrainerProgress
-from protocol.messages import UnitRange
+from protocol.messages import Commit, UnitRange
 from protocol.names import Base
 from protocol.rules import Rules
 
@@ -45,7 +46,7 @@ class Training:
         manifest_body: bytes,
         rules: Rules,
         host: TrainerHost,
-        ledger: WorkLedger,
+        work: WorkBook,
         observations: Observations,
         artifacts_directory: str,
         trainer_directory: str,
@@ -57,7 +58,7 @@ class Training:
         self._manifest_body = manifest_body
         self._rules = rules
         self._host = host
-        self._ledger = ledger
+        self._work = work
         self._observations = observations
         self._artifacts_directory = artifacts_directory
         self._trainer_directory = trainer_directory
@@ -79,8 +80,8 @@ class Training:
         self._validated = trio.Event()
         """The attached trainer has measured the present state, or is not asked to."""
         self._hard_reset = False
-        self._unreported = 0
-        """Tokens of a trainer that went away in the middle of a round."""
+        self._reset_reason = STATE_REPLACED
+        """Why the trainer is told to start from θ."""
         self._progress: wire.Progress | None = None
         """The newest of the current round."""
         host.provide(self._welcome, lambda: self.fds)
@@ -94,10 +95,12 @@ class Training:
     async def resume(self, state: ChainState) -> None:
         """Rounds go on from `state`: the same round where it was, or another, which no commit here led to."""
         self._paused = None
+        await self._work.read_chain()
         if self._state is not None and self._state.base == state.base:
             await self.rebase(state)
         else:
-            self._discard("this node takes over a state that no commit here led to")
+            if self._state is not None:  # else the trainer, which may have outlived this daemon, tells what it holds
+                self._work.discard(STATE_REPLACED)
             await self.begin(state, counted=None, hard_reset=True)
 
     async def begin(self, state: ChainState, *, counted: tuple[bool, ...] | None, hard_reset: bool) -> None:
@@ -139,7 +142,7 @@ class Training:
         self._frozen = False
         self._applying = False
         if contribution is not None:
-            await self._offer(state.base, contribution, self._ledger.frozen())
+            await self._offer(state.base, contribution)
         elif self._welcomed_round is None:
             self._host.poke()
 
@@ -198,6 +201,7 @@ class Training:
     async def handle(self, event: object) -> None:
         """One event of the trainer host."""
         if isinstance(event, wire.Progress):
+            self._work.report(event.made)
             if self._works_in(event.round):
                 self._progress = event
                 self._observations.loss = event.loss if event.loss is not None else self._observations.loss
@@ -211,19 +215,21 @@ class Training:
         elif isinstance(event, wire.Contribution):
             await self._contributed(event)
         elif isinstance(event, wire.Loaded):
-            self._loaded(fresh=event.fresh)
+            self._loaded(event)
         elif isinstance(event, Attached):
-            self._forget_progress()
+            self._progress = None
             self._post_progress()
         elif isinstance(event, Detached):
             self._detached()
 
-    def _loaded(self, *, fresh: bool) -> None:
-        """The trainer says whether its model is θ alone or still holds work that no commit counted."""
-        unreported, self._unreported = self._unreported, 0
-        if fresh and (lost := self._ledger.discard(unreported)):
-            log.warning("uncounted work is discarded: the trainer took the state as it is", tokens=lost)
-        self._observations.work = self._ledger.status()
+    def _loaded(self, event: wire.Loaded) -> None:
+        """The trainer says what its model holds beside θ."""
+        if not event.fresh:
+            self._work.report(event.made)
+            return
+        reasons = {"start": WITH_THE_TRAINER, "not-finite": NOT_FINITE}
+        self._work.loaded(event.made, event.tokens, reasons.get(event.cause, self._reset_reason))
+        self._reset_reason = STATE_REPLACED
 
     def _works_in(self, round_number: int) -> bool:
         return (
@@ -234,17 +240,11 @@ class Training:
         """The trainer is gone, or only its connection."""
         if self._host.attached:
             return  # the next one was welcomed before this news of the last one was read: its `Attached` says the same
-        self._forget_progress()
+        self._progress = None
         self._welcomed_round = None
         self._let_go.set()
         self._validated.set()
         self._post(TrainerProgress(remaining_s=None, units_wanted=self._units_wanted()))
-
-    def _forget_progress(self) -> None:
-        """Of a trainer that is gone: the next `Loaded` tells what became of its work."""
-        progress, self._progress = self._progress, None
-        if self._contribution is None and progress is not None and self._works_in(progress.round):
-            self._unreported = progress.tokens
 
     async def _contributed(self, contribution: wire.Contribution) -> None:
         state = self._state
@@ -253,14 +253,13 @@ class Training:
             return
         self._contribution = contribution
         self._observations.round_loss = contribution.loss
-        tokens = self._ledger.freeze(contribution.tokens)
-        self._observations.work = self._ledger.status()
+        self._work.hand_over(contribution.made, contribution.tokens)
         self._let_go.set()
         if self._paused is not None:
             return  # `resume` offers it
-        await self._offer(state.base, contribution, tokens)
+        await self._offer(state.base, contribution)
 
-    async def _offer(self, base: Base, contribution: wire.Contribution, tokens: tuple[tuple[int, int], ...]) -> None:
+    async def _offer(self, base: Base, contribution: wire.Contribution) -> None:
         """Encode what the trainer handed over, and tell the machine. The same `delta` gives the same bytes."""
         if self.engine is None or contribution.tokens == 0:
             self._send_frozen(base, (), None, contribution)
@@ -281,7 +280,11 @@ class Training:
             log.error("the trainer's pseudo-gradient holds NaN or infinity: it is discarded", round=contribution.round)
             self._observations.count(["pseudo-gradient not finite"])
             self._hard_reset = True
+            self._reset_reason = NOT_FINITE
             self._send_frozen(base, (), None, contribution)
+            return
+        tokens = await self._work.freeze(base.digest(), encoded.parts_root)
+        if not self._offers(base, contribution):
             return
         self._encoded = encoded
         self._send_frozen(base, tokens, encoded, contribution)
@@ -351,19 +354,19 @@ class Training:
         if state is None or self._host.vectors_free:
             return True
         step_s = self._progress.step_s if self._progress is not None else 0.0
-        return await self._host.hold(state.base.round, max(SURRENDER_S, 3 * step_s))
+        handed_over = await self._host.hold(state.base.round, max(SURRENDER_S, 3 * step_s))
+        if not handed_over:
+            self._reset_reason = TOO_LATE
+        return handed_over
 
-    def settle(self, counted: tuple[bool, ...]) -> None:
-        """A commit is applied: what it counted has left the local model."""
-        self._ledger.settle(counted if self._encoded is not None else [False] * self._rules.part_count)
-        self._observations.work = self._ledger.status()
+    def settle(self, commit: Commit, counted: tuple[bool, ...], after: ChainState) -> bool:
+        """A commit is applied, and `counted` parts have left the local model. True: the trainer must start from θ.
 
-    def _discard(self, why: str) -> None:
-        """A hard reset: what is not counted is lost, and said so."""
-        lost = self._ledger.discard()
-        if lost:
-            log.warning("uncounted work is discarded", why=why, tokens=lost)
-        self._observations.work = self._ledger.status()
+        That is when the commit counts a READY of this node's whose bytes an earlier life of it froze: what is in the
+        local model of that work would be contributed once more (protocol section 8).
+        """
+        tokens = self._work.settle(commit, after)
+        return any(value and not left for value, left in zip(tokens, counted, strict=False))
 
     def _post_progress(self) -> None:
         remaining: float | None = None

@@ -24,6 +24,7 @@ from node.trainer.batches import Batches, batch_source
 from node.trainer.errors import RunChanged
 from node.trainer.lease_cursor import LeaseCursor, Unit
 from node.trainer.link import Connected, Lost
+from node.trainer.made import TokenCounter
 from node.trainer.meter import Meter
 from node.trainer.vector import ModelVector, SharedVectors, stretches
 
@@ -105,7 +106,10 @@ class OuterOptimizer:
         self.discarded_tokens = 0
         """Tokens trained here since the program began that no commit will count."""
         self._uncounted_tokens = 0
-        self._begin(_TakeOver(start=swarm.start, reset=True))
+        self._made = TokenCounter(swarm.directory if self._link is not None else None)
+        self._made_before = self._made.tokens
+        """The counter when this round began."""
+        self._begin(_TakeOver(start=swarm.start, reset=True), cause="start")
 
     # ------------------------------------------------------------ what a loop sees
 
@@ -168,6 +172,7 @@ class OuterOptimizer:
         if self.done:
             return False
         self._meter.count(tokens, loss)
+        self._made.tokens = self._made_before + self._meter.tokens * self._ranks.world
         self._cursor.trained()
         hurried = self._link is not None and (self._time_is_up() or self._link.has_mail)
         if self._meter.steps < self.budget_steps and not self._ranks.share_flag(hurried):
@@ -272,7 +277,7 @@ class OuterOptimizer:
         start = mail.welcome.start
         if (start.round, start.state_hash, start.last) != (self.round, self._start.state_hash, self._start.last):
             return _TakeOver(start=start, reset=True)
-        self._send(wire.Loaded(round=self.round, fresh=self._equals_theta))
+        self._say_loaded("reconnect")
         # The daemon may have lost the contribution with its life: the same bytes again.
         return _Contribute() if self._handed_over else None
 
@@ -309,16 +314,19 @@ class OuterOptimizer:
                 self._meter.steps,
                 self.round,
             )
-            self._discard(self._uncounted_tokens + self._tokens_of_all_ranks())
+            lost = self._tokens_of_all_ranks()
+            self._made.tokens = self._made_before + lost
+            self._discard(self._uncounted_tokens + lost)
             self._vector.load(self._shared)
             self.inner.state.clear()
             self._equals_theta = True
-            self._meter.begin()
+            self._begin_counting()
             self._cursor.discarded()
             self._cursor.begin(self._start.lease)
-            self._send(wire.Loaded(round=self.round, fresh=True))
+            self._say_loaded("not-finite")
             self._vector.write_difference(self._shared)
         tokens = self._tokens_of_all_ranks()
+        self._made.tokens = self._made_before + tokens
         if not self._handed_over:
             self._uncounted_tokens += tokens
             self._waiting_since = time.monotonic()
@@ -335,10 +343,11 @@ class OuterOptimizer:
                 loss=self._meter.mean_loss(),
                 ranges_done=self._cursor.ranges_done(),
                 units_wanted=self._units_wanted(tokens),
+                made=self._made.tokens,
             )
         )
 
-    def _begin(self, action: _TakeOver) -> None:
+    def _begin(self, action: _TakeOver, *, cause: wire.Cause | None = None) -> None:
         """Take the state over and begin its round."""
         if action.reset:
             if self._uncounted_tokens or self._meter.steps:
@@ -360,10 +369,25 @@ class OuterOptimizer:
         self._handed_over = False
         self._stop_at_s = math.inf
         self._cursor.begin(action.start.lease)
-        self._meter.begin()
-        self._send(wire.Loaded(round=self.round, fresh=self._equals_theta))
+        self._begin_counting()
+        self._say_loaded(cause or ("reset" if action.reset else "commit"))
 
     # ------------------------------------------------------------ small things
+
+    def _begin_counting(self) -> None:
+        self._meter.begin()
+        self._made_before = self._made.tokens
+
+    def _say_loaded(self, cause: wire.Cause) -> None:
+        self._send(
+            wire.Loaded(
+                round=self.round,
+                made=self._made.tokens,
+                tokens=self._made.tokens - self._made_before,
+                fresh=self._equals_theta,
+                cause=cause,
+            )
+        )
 
     def _discard(self, tokens: int) -> None:
         self._uncounted_tokens = 0
@@ -394,6 +418,7 @@ class OuterOptimizer:
                 loss=meter.recent_loss(),
                 tokens_per_s=meter.tokens_per_s() * self._ranks.world,
                 step_s=meter.step_s(),
+                made=self._made.tokens,
             ),
             or_drop=True,
         )

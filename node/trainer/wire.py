@@ -12,9 +12,11 @@ One trainer is attached at a time. A round from the trainer's side, without over
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
+
+Cause: TypeAlias = Literal["start", "commit", "reset", "not-finite", "reconnect"]
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: float | None
     tokens_per_s: float
     step_s: float
+    made: int
+    """Tokens that the trainers of this machine have made, over all their lives (`node.trainer.made`)."""
 
 
 class Validated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,6 +127,8 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ranges_done: tuple[Lease, ...]
     """Whole units of the lease trained since the last counted contribution."""
     units_wanted: int
+    made: int
+    """As in Progress; the round's `tokens` are its newest."""
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -140,8 +146,15 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The trainer has taken over what a Welcome or a Committed gave it, and trains round `round`."""
 
     round: int
+    made: int
+    """As in Progress."""
+    tokens: int = 0
+    """Of this round, in the model or handed over."""
     fresh: bool = False
-    """θ_local = θ: no uncounted work of earlier rounds is in the model (any more)."""
+    """Beside these, no uncounted work is in the model (any more): θ_local = θ when the round began."""
+    cause: Cause = "commit"
+    """A program that begins; a commit taken over; a hard reset; NaN or infinity in the model; the same model as before
+    on a new connection."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from node.cli import runs
 from node.cli.runs import HomeRun
 from node.daemon.chain_log import FrameKind
-from node.daemon.contribution import WorkLedger
+from node.daemon.contribution import run_lengths
 from node.daemon.identity import ensure_identity
 from node.daemon.store import Record, Store
 from node.errors import OperatorError
@@ -197,7 +197,7 @@ def trained_tokens(
     beyond a full budget is put into the rounds just before.
     """
     budget = manifest.rounds.steps * manifest.inner.batch_sequences * manifest.data.sequence_tokens
-    ledger = WorkLedger(parts=rules.part_count, token_cap=3 * rules.lease_cap_units * rules.unit_tokens)
+    token_cap = 3 * rules.lease_cap_units * rules.unit_tokens
     carried = [0] * rules.part_count
     tokens: dict[int, int] = {}
     silent: list[int] = []
@@ -208,7 +208,7 @@ def trained_tokens(
             silent.append(number)
             continue
         new = member.claimed[0][1] - carried[0]
-        if new < 0 or ledger.freeze(new) != member.claimed:
+        if new < 0 or run_lengths([min(before + new, token_cap) for before in carried]) != member.claimed:
             raise NotComparable(
                 f"round {number}: {member.peer} claims {member.claimed} tokens, which do not follow from "
                 f"{carried[0]} carried ones: work was discarded there; compare a swarm whose trainers all lived"
@@ -221,7 +221,6 @@ def trained_tokens(
         if left:
             raise NotComparable(f"round {number}: {member.peer} claims {left} tokens more than its budgets allow")
         silent.clear()
-        ledger.settle(member.counted)
         carried = [0 if done else before + new for done, before in zip(member.counted, carried, strict=True)]
     return tokens, guessed
 

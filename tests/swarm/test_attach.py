@@ -360,7 +360,7 @@ def test_after_a_round_that_it_missed_a_program_takes_the_whole_state(tmp_path: 
             daemon.advance((False,) * daemon.parts)
             async with daemon.serving():
                 await daemon.until(
-                    lambda: bool(daemon.of(wire.Loaded)) and daemon.events[-1] == wire.Loaded(round=2, fresh=True)
+                    lambda: [(one.round, one.fresh) for one in daemon.of(wire.Loaded)][-1:] == [(2, True)]
                 )
                 await daemon.until(lambda: bool(daemon.of(Detached)))
         assert result == {"round": 2, "equal": True, "discarded": STEPS * BATCH_SEQUENCES * 32}

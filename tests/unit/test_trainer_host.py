@@ -44,7 +44,7 @@ WELCOME = wire.Welcome(
     allow_functions=(),
     start=START,
 )
-CONTRIBUTION = wire.Contribution(round=4, steps=5, tokens=10, loss=1.0, ranges_done=(), units_wanted=1)
+CONTRIBUTION = wire.Contribution(round=4, steps=5, tokens=10, loss=1.0, ranges_done=(), units_wanted=1, made=10)
 COMMITTED = wire.Committed(
     counted=(True,),
     part_elements=256,
@@ -263,7 +263,7 @@ def test_who_says_nothing_is_cut_off_and_connections_are_bounded(tmp_path: Path)
     [
         (b"\x03\x00\x00\x00abc", "malformed frame"),
         (wire.Attach(version="0", pid=1, layout_digest=None, name=""), "attached twice"),
-        (wire.Contribution(round=-1, steps=0, tokens=0, loss=None, ranges_done=(), units_wanted=0), "round -1"),
+        (wire.Contribution(round=-1, steps=0, tokens=0, loss=None, ranges_done=(), units_wanted=0, made=0), "round -1"),
         (
             wire.Contribution(
                 round=4,
@@ -272,6 +272,7 @@ def test_who_says_nothing_is_cut_off_and_connections_are_bounded(tmp_path: Path)
                 loss=None,
                 ranges_done=(wire.Lease(epoch=0, start=9, stop=2),),
                 units_wanted=0,
+                made=0,
             ),
             "range",
         ),
@@ -331,8 +332,8 @@ def test_the_vectors_change_hands_with_contribution_and_committed(tmp_path: Path
             assert not host.vectors_free
             # One of a round that is over says nothing about the vectors.
             await client.send(CONTRIBUTION)
-            await client.send(wire.Loaded(round=5))
-            assert await host.events.receive() == wire.Loaded(round=5)
+            await client.send(wire.Loaded(round=5, made=10))
+            assert await host.events.receive() == wire.Loaded(round=5, made=10)
             assert not host.vectors_free
 
     trio.run(main)
@@ -377,7 +378,9 @@ def test_a_chatty_trainer_never_blocks_on_a_driver_that_does_not_listen(tmp_path
             client = await served.welcomed()
             for steps in range(1000):
                 await client.send(
-                    wire.Progress(round=4, steps=steps, tokens=steps, loss=None, tokens_per_s=1.0, step_s=1.0)
+                    wire.Progress(
+                        round=4, steps=steps, tokens=steps, loss=None, tokens_per_s=1.0, step_s=1.0, made=steps
+                    )
                 )
             await client.send(CONTRIBUTION)
             assert await served.host.hold(4, 10.0)

@@ -7,16 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import trio
 import trio.testing
 from run_samples import CREATOR, VALID
 
-from node.daemon.contribution import WorkLedger
+from node.daemon.contribution import WITH_THE_TRAINER, Place, WorkLedger
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.identity import Identity
 from node.daemon.observations import Observations
+from node.daemon.store import Store
 from node.daemon.trainer_host import Attached, Detached, TrainerHost
 from node.daemon.training import Training
+from node.daemon.work_book import WorkBook
+from node.daemon.work_file import WorkFile
 from node.engine import api
 from node.manifest import rules_of
 from node.settings import DaemonSettings
@@ -28,7 +32,7 @@ RULES = rules_of(VALID)
 PARTS = RULES.part_count
 FIRST = genesis(RULES)
 SECOND = replace(FIRST, base=replace(FIRST.base, round=1, prev=bytes([1]) * 32))
-WORK = wire.Contribution(round=0, steps=5, tokens=320, loss=2.0, ranges_done=(), units_wanted=3)
+WORK = wire.Contribution(round=0, steps=5, tokens=320, loss=2.0, ranges_done=(), units_wanted=3, made=320)
 ENCODED = api.Encoded(id=1, parts_root=bytes(32), norm=1.0, largest=0.5, finite=True)
 
 
@@ -73,7 +77,15 @@ class Scene:
         self.engine, self.host = Engine(), Host()
         self.observations = Observations()
         self.posted: list[Event] = []
-        self.ledger = WorkLedger(parts=PARTS, token_cap=10**9)
+        self.store = Store(tmp_path, RULES, cast(Identity, _Me()))
+        self.work = WorkBook(
+            file=WorkFile(tmp_path / "work"),
+            store=self.store,
+            peer=CREATOR,
+            rules=RULES,
+            observations=self.observations,
+        )
+        self.ledger = self.work.ledger
         self.training = Training(
             settings=DaemonSettings(home=str(tmp_path)),
             identity=cast(Identity, _Me()),
@@ -81,7 +93,7 @@ class Scene:
             manifest_body=b"",
             rules=RULES,
             host=cast(TrainerHost, self.host),
-            ledger=self.ledger,
+            work=self.work,
             observations=self.observations,
             artifacts_directory="",
             trainer_directory="",
@@ -116,7 +128,7 @@ async def _a_commit_overtakes_the_contribution(tmp_path: Path) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scene.training.handle, WORK)
         await scene.engine.asked.wait()
-        scene.training.settle((False,) * PARTS)
+        scene.ledger.settle(FIRST.base.digest(), [], Place(round=1, prev=b"", lineage=b""))
         await scene.training.begin(SECOND, counted=(False,) * PARTS, hard_reset=False)
         scene.engine.answer.set()
     assert not scene.frozen, "it is of a round that is over"
@@ -137,7 +149,7 @@ async def _a_full_disk(tmp_path: Path) -> None:
     scene.engine.answer.set()
     await scene.training.handle(WORK)
     assert [event.tokens for event in scene.frozen] == [()]
-    scene.training.settle((False,) * PARTS)
+    scene.ledger.settle(FIRST.base.digest(), [], Place(round=1, prev=b"", lineage=b""))
     work = scene.ledger.status()
     assert (work.produced_tokens, work.carried_tokens, work.discarded_tokens) == (320, 320, 0)
 
@@ -151,14 +163,15 @@ async def _news_of_the_last_trainer_comes_late(tmp_path: Path) -> None:
     scene.engine.answer.set()
     await scene.training.resume(FIRST)
     await scene.attach()
-    progress = wire.Progress(round=0, steps=2, tokens=128, loss=2.0, tokens_per_s=1.0, step_s=0.1)
+    progress = wire.Progress(round=0, steps=2, tokens=128, loss=2.0, tokens_per_s=1.0, step_s=0.1, made=128)
     await scene.training.handle(progress)
     await scene.attach()  # the next one: welcomed before the daemon read that the first has gone
     await scene.training.handle(detached())
     await scene.training.handle(Attached(name="two", pid=2, layout_digest=None, round=0))
-    await scene.training.handle(wire.Loaded(round=0, fresh=True))
-    assert scene.ledger.status().discarded_tokens == 128, "what the first did not hand over"
-    await scene.training.handle(WORK)
+    await scene.training.handle(wire.Loaded(round=0, made=192, fresh=True, cause="start"))
+    # What the first did not hand over, its last step included, of which it never told.
+    assert scene.ledger.status().discarded == {WITH_THE_TRAINER: 192}
+    await scene.training.handle(msgspec.structs.replace(WORK, made=512))
     assert [event.tokens for event in scene.frozen] == [((PARTS, 320),)], "the second one's work counts"
     await scene.training.begin(SECOND, counted=(True,) * PARTS, hard_reset=False)
     assert [message.start.round for message in scene.host.told] == [1]
