@@ -44,6 +44,7 @@ class Announcer:
             leaves = self.standing.presence.leaves
             if self.me not in leaves:
                 leaves[self.me] = self.outbox.sign(Leave(base=state.base))
+                self.standing.presence.version += 1
             self.outbox.broadcast(leaves[self.me])
 
     def join(self, state: ChainState) -> None:

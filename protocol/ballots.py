@@ -6,9 +6,9 @@ from protocol import chain
 from protocol.fields import MAX_EDGES, MAX_LEFT_OUT
 from protocol.judging import Judge
 from protocol.messages import NIL, Certificate, Ready, Signed, Vote
-from protocol.names import Digest
+from protocol.names import Digest, PeerId
 from protocol.record import Record
-from protocol.standing import Stopwatch
+from protocol.standing import Derived, Stopwatch
 from protocol.votes import ATTEMPTS_KEPT, PHASES, Lock
 
 
@@ -17,6 +17,8 @@ class Ballots:
         self.record = record
         self.judge = Judge(record)
         self.watch = Stopwatch()
+        self._ahead: Derived[dict[PeerId, int]] = Derived()
+        """Electors that show themselves in later attempts."""
         self._start_timers()
 
     def _start_timers(self) -> None:
@@ -41,7 +43,21 @@ class Ballots:
         whoever waited for the votes of an attempt would miss its exchange.
         """
         record = self.record
-        seen = {peer: heard.attempt for peer, heard in record.standing.fresh.items() if heard.base == record.base}
+        key = (record.standing.presence.version, record.attempt)
+        seen = self._ahead.get(key, record.base)
+        if seen is None:
+            fresh = record.standing.fresh
+            seen = self._ahead.put(
+                {
+                    peer: heard.attempt
+                    for peer in record.state.electors
+                    # The attempt first: it seldom is a later one, and bases are long to compare.
+                    if (heard := fresh.get(peer)) is not None
+                    and heard.attempt > record.attempt
+                    and heard.base == record.base
+                }
+            )
+        seen = dict(seen)
         for candidate in record.candidates.values():
             leader, attempt = candidate.signed.sender, candidate.roster.attempt
             seen[leader] = max(attempt, seen.get(leader, -1))

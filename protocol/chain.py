@@ -69,9 +69,14 @@ def member(state: ChainState, peer: PeerId) -> Member | None:
 
 def coordinator(state: ChainState, attempt: int) -> PeerId:
     """Who leads `attempt` of the current round: never a question of who seems alive."""
-    late = frozenset(peer for peer, until in state.demoted if until > state.base.round)
-    order = _coordinators(state.base.prev, state.electors, late)
+    order = coordinators(state)
     return order[attempt % len(order)]
+
+
+def coordinators(state: ChainState) -> tuple[PeerId, ...]:
+    """The electors in the order in which they lead the attempts of the current round."""
+    late = frozenset(peer for peer, until in state.demoted if until > state.base.round)
+    return _coordinators(state.base.prev, state.electors, late)
 
 
 def quorum(state: ChainState, rules: Rules) -> int:

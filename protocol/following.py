@@ -7,7 +7,7 @@ from protocol.events import CatchUp
 from protocol.messages import Fetch
 from protocol.names import Digest, PeerId
 from protocol.record import Record
-from protocol.standing import Standing
+from protocol.standing import Derived, Standing
 
 COMMITS_KEPT = 8
 """Commits served from memory to peers a few rounds behind."""
@@ -23,6 +23,8 @@ class Follower:
         self._pull_s = self._catch_up_s = self.outbox.now_s
         self._behind_since_s: float | None = None
         self._outvoted_since_s: float | None = None
+        self._ahead: Derived[list[tuple[int, PeerId]]] = Derived()
+        self._unopposed: Derived[bool] = Derived()
 
     def progressed(self) -> None:
         """A commit was applied, or a lineage born: patience starts anew."""
@@ -30,6 +32,10 @@ class Follower:
 
     def ahead(self, record: Record) -> list[tuple[int, PeerId]]:
         """(round, peer) of peers of my lineage in later rounds, the furthest last."""
+        found = self._ahead.get(self.standing.presence.version, record.base)
+        return self._ahead.put(self._find_ahead(record)) if found is None else found
+
+    def _find_ahead(self, record: Record) -> list[tuple[int, PeerId]]:
         mine = record.base
         return sorted(
             (heard.base.round, peer)
@@ -65,9 +71,12 @@ class Follower:
 
     def meet(self, record: Record) -> None:
         """Another lineage of this run is heard: follow it once it has won for long enough."""
+        if self._unopposed.get(self.standing.presence.version, record.base):
+            return
         verdict = lineages.choose(record.base, self.standing.fresh)
         if verdict is None:
             self._outvoted_since_s = None
+            self._unopposed.put(True)
             return
         if self._outvoted_since_s is None:
             self._outvoted_since_s = self.outbox.now_s

@@ -131,16 +131,16 @@ class PeerMachine:
         """Take in one event; the effects are to be performed strictly in the order given."""
         self.outbox.now_s = max(now_s, self.outbox.now_s)
         self._refresh()
-        if not self.stopped:
-            self._take(event)
+        if not self.stopped and (self._take(event) or self.outbox.now_s >= self.next_wakeup_s):
             self._advance()
         self.next_wakeup_s = self.outbox.wakeup_s
         return self.outbox.take()
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event) -> bool:
+        """Whether anything can follow from it. Most of what a swarm of hundreds hears is heard again and again."""
         match event:
             case Received():
-                self._received(event)
+                return self._received(event)
             case Frozen():
                 self.round.on_frozen(event)
             case HeaderDraft():
@@ -168,40 +168,56 @@ class PeerMachine:
                 self.announcer.at_once()
             case _:
                 pass
+        return True
 
-    def _received(self, event: Received) -> None:
+    def _received(self, event: Received) -> bool:
+        """Whether anything can follow from it."""
+        heard = self.standing.presence.repeated(event.from_peer, event.data, self.outbox.now_s)
+        if heard is not None:
+            self.past.help_along(event.from_peer, heard.base, self.state)
+            return False
         try:
             signed: Signed[Any] = wire.decode(event.data)
         except wire.WireError as error:
             self._misbehaved(event.from_peer, str(error))
-            return
+            return False
         if signed.sender == self.me:
-            return
+            return False
+        message = signed.message
+        if self.round.knows(signed):
+            self.past.help_along(signed.sender, message.base, self.state)
+            return False
         if not wire.verify(self.keyring, signed):
             self._misbehaved(event.from_peer, f"handed over a message that {signed.sender} did not sign")
-            return
-        message = signed.message
+            return False
         match message:
             case Fetch():
                 self._serve(signed.sender, message.hash)
+                return False
             case Have():
                 self._have(signed, message)
             case PartHeader():
-                pass
+                return False
             case Reformed():
                 self._based(signed, message.reform.base)
             case Commit():
                 self._based(signed, message.roster.message.base)
             case Heartbeat():
-                if event.from_peer == signed.sender and message.base.run == self.rules.run:
-                    if signed.sender not in self.standing.fresh:
-                        # Heard for the first time: it need not wait for my next heartbeat to know me.
-                        self.outbox.send(signed.sender, self.announcer.heartbeat(self.state, self.round.attempt))
-                    self.standing.presence.note(signed.sender, message, self.outbox.now_s)
-                    self._refresh()
-                    self.past.help_along(signed.sender, message.base, self.state)
+                return event.from_peer == signed.sender and self._heard(signed, message, event.data)
             case _:
                 self._based(signed, message.base)
+        return True
+
+    def _heard(self, signed: Signed[Heartbeat], beat: Heartbeat, envelope: bytes) -> bool:
+        """A heartbeat that its own signer handed over: whether it says anything new."""
+        if beat.base.run != self.rules.run:
+            return False
+        if signed.sender not in self.standing.fresh:
+            # Heard for the first time: it need not wait for my next heartbeat to know me.
+            self.outbox.send(signed.sender, self.announcer.heartbeat(self.state, self.round.attempt))
+        news = self.standing.presence.note(signed.sender, beat, self.outbox.now_s, envelope)
+        self.past.help_along(signed.sender, beat.base, self.state)
+        return news
 
     def _based(self, signed: Signed[Any], base: Base) -> None:
         """A message that belongs to a place in the chain."""

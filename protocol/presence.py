@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from protocol import validity
@@ -24,6 +24,8 @@ class Heard:
     able: bool
     incarnation: bytes
     at_s: float
+    envelope: bytes = b""
+    """The heartbeat as received: the same bytes again say nothing but that the peer lives."""
 
 
 class Presence:
@@ -37,24 +39,66 @@ class Presence:
         self.me = me
         self.timeout_s = timeout_s
         self.heard: dict[PeerId, Heard] = {}
+        """In the order in which they were heard last."""
+        self._fresh: dict[PeerId, Heard] = {}
+        """Of these, in the same order, those within the timeout."""
         self.leaves: dict[PeerId, Signed[Leave]] = {}
+        self.version = 0
+        """Rises with every change but of times: what is derived from presence holds while it stands still."""
 
-    def note(self, sender: PeerId, beat: Heartbeat, now_s: float) -> None:
+    def note(self, sender: PeerId, beat: Heartbeat, now_s: float, envelope: bytes = b"") -> bool:
+        """A heartbeat whose signature holds; whether it says anything new but that the peer still lives."""
+        before = self._fresh.get(sender)
         if sender not in self.heard and len(self.heard) >= PEERS_KEPT:
-            del self.heard[min(self.heard, key=lambda peer: self.heard[peer].at_s)]
-        self.heard[sender] = Heard(
-            base=beat.base, attempt=beat.attempt, able=beat.able, incarnation=beat.incarnation, at_s=now_s
+            longest_ago = next(iter(self.heard))
+            del self.heard[longest_ago]
+            self._fresh.pop(longest_ago, None)
+            self.version += 1
+        heard = Heard(
+            base=beat.base,
+            attempt=beat.attempt,
+            able=beat.able,
+            incarnation=beat.incarnation,
+            at_s=now_s,
+            envelope=envelope,
         )
+        self._put(sender, heard)
+        said = (heard.base, heard.attempt, heard.able, heard.incarnation)
+        news = before is None or (before.base, before.attempt, before.able, before.incarnation) != said
+        self.version += news
+        return news
 
-    def fresh(self, now_s: float) -> dict[PeerId, Heard]:
-        """Everyone heard within the timeout, whatever their lineage; never me."""
+    def repeated(self, sender: PeerId, envelope: bytes, now_s: float) -> Heard | None:
+        """What a fresh peer said last, if `envelope` are the very same bytes again; it is heard anew."""
+        known = self._fresh.get(sender)
+        if known is None or known.envelope != envelope:
+            return None
+        known.at_s = now_s
+        self._put(sender, known)
+        return known
+
+    def _put(self, sender: PeerId, heard: Heard) -> None:
+        for order in (self.heard, self._fresh):
+            order.pop(sender, None)
+            order[sender] = heard
+
+    def fresh(self, now_s: float) -> Mapping[PeerId, Heard]:
+        """Everyone heard within the timeout, whatever their lineage; never me. A view that stays up to date until time
+        passes; `now_s` never goes back.
+        """
         horizon_s = now_s - self.timeout_s
-        return {peer: heard for peer, heard in self.heard.items() if heard.at_s >= horizon_s}
+        while self._fresh:
+            longest_ago = next(iter(self._fresh))
+            if self._fresh[longest_ago].at_s >= horizon_s:
+                break
+            del self._fresh[longest_ago]
+            self.version += 1
+        return self._fresh
 
     def next_silence_s(self, now_s: float) -> float | None:
         """When the next fresh peer falls silent unless it is heard again."""
-        times_s = [heard.at_s for heard in self.heard.values() if heard.at_s >= now_s - self.timeout_s]
-        return min(times_s) + self.timeout_s if times_s else None
+        fresh = self.fresh(now_s)
+        return fresh[next(iter(fresh))].at_s + self.timeout_s if fresh else None
 
     # ------------------------------------------------------------ leaves
 
@@ -65,10 +109,12 @@ class Presence:
         if signed.sender in self.leaves or len(self.leaves) >= LEAVES_KEPT:
             return False
         self.leaves[signed.sender] = signed
+        self.version += 1
         return True
 
     def forget_leaves(self, state: ChainState) -> None:
         """Drop what the chain has settled: leaves of peers that are members no more, or of another lineage."""
+        self.version += 1
         kept = self.leaves.items()
         self.leaves = {peer: signed for peer, signed in kept if validity.check_leave(state, signed) is None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from protocol import chain, wire
 from protocol.assembly import Assembly
@@ -39,6 +40,7 @@ class Record:
         self.member = chain.member(state, self.me) is not None
         self.elector = self.me in state.electors
         self.quorum = chain.quorum(state, self.rules)
+        self.leaders = chain.coordinators(state)
         self.assembly = Assembly(state=state, rules=self.rules)
         self.agreement = Agreement(electors=state.electors, quorum=self.quorum)
         self.attempt = journal.attempt
@@ -129,6 +131,26 @@ class Record:
             self.valid = (kept.attempt, decision, Certificate(votes=votes))
         self.resend_s = self.outbox.now_s
 
+    def knows(self, signed: Signed[Any]) -> bool:
+        """Whether this is, byte for byte, what I have taken in already: nothing follows from it a second time."""
+        message = signed.message
+        known: Signed[Any] | None
+        match message:
+            case Ready():
+                known = self.assembly.readys.get(signed.sender)
+            case Vote():
+                known = self.agreement.of(signed.sender, message.attempt, message.phase)
+            case Proposal():
+                known = self.proposals.get(message.attempt)
+            case _:
+                return False
+        return (
+            known is not None
+            and known.body == signed.body
+            and known.signature == signed.signature
+            and known.sender == signed.sender
+        )
+
     def touch(self) -> None:
         """Before the first signature under a roster of this attempt: a later life must not sign there again."""
         if self.touched < self.attempt:
@@ -185,7 +207,10 @@ class Record:
         return {part for part, _ in candidate.held}
 
     def leader(self) -> PeerId:
-        return chain.coordinator(self.state, self.attempt)
+        return self.leader_of(self.attempt)
+
+    def leader_of(self, attempt: int) -> PeerId:
+        return self.leaders[attempt % len(self.leaders)]
 
     def want_roster(self, roster_id: Digest, source: PeerId) -> None:
         at_s = self.wanted_rosters.get(roster_id, -math.inf)
@@ -218,7 +243,7 @@ class Record:
         proposal = signed.message
         if not self.attempt - ATTEMPTS_KEPT < proposal.attempt <= self.attempt + ATTEMPTS_AHEAD:
             return
-        if signed.sender != chain.coordinator(self.state, proposal.attempt):
+        if signed.sender != self.leader_of(proposal.attempt):
             self.standing.misbehaved(signed.sender, f"proposed in attempt {proposal.attempt}, which it does not lead")
             return
         known = self.proposals.get(proposal.attempt)

@@ -13,7 +13,7 @@ from protocol.chain import ChainState
 from protocol.journal import SignedReform
 from protocol.messages import Reform, Reformed, ReformVote, Signed
 from protocol.names import PeerId, digest, encode_integer, initial_lineage
-from protocol.standing import Standing
+from protocol.standing import Derived, Standing
 
 CALLS_AHEAD = 8
 """A call for a `k` further ahead than this is not followed: nobody can run my counter up at will."""
@@ -46,6 +46,7 @@ class Reforming:
         self.bodies: dict[bytes, Signed[Reform]] = {}
         self.signatures: dict[bytes, dict[PeerId, bytes]] = {}
         self.mine: Signed[ReformVote] | None = None
+        self._heard: Derived[set[PeerId]] = Derived()
         if signed is not None:
             self.mine = wire.decode(signed.envelope)
             self.k = signed.k
@@ -90,11 +91,15 @@ class Reforming:
 
     def heard(self) -> set[PeerId]:
         """Electors that can decide here now: heard on this lineage, able and not leaving; me if I vote."""
-        lineage = self.state.base.lineage
-        heard = self.standing.presence.able_on(lineage, self.state.electors, self.outbox.now_s)
-        if self.me in self.state.electors and self.standing.voting and self.standing.able:
-            heard.add(self.me)
-        return heard
+        standing = self.standing
+        found = self._heard.get((standing.presence.version, standing.voting, standing.able), self.state)
+        if found is None:
+            lineage = self.state.base.lineage
+            found = standing.presence.able_on(lineage, self.state.electors, self.outbox.now_s)
+            if self.me in self.state.electors and standing.voting and standing.able:
+                found.add(self.me)
+            self._heard.put(found)
+        return found
 
     def advance(self) -> Reformed | None:
         """The new lineage once all of its members have signed it."""

@@ -64,7 +64,7 @@ class Round(Record):
         asked_for = roster_id in self.wanted_rosters
         if not asked_for and not self.attempt - ATTEMPTS_KEPT < roster.attempt <= self.attempt + ATTEMPTS_AHEAD:
             return
-        if signed.sender != chain.coordinator(self.state, roster.attempt):
+        if signed.sender != self.leader_of(roster.attempt):
             self.standing.misbehaved(
                 signed.sender, f"sent a ROSTER for attempt {roster.attempt}, which it does not lead"
             )
@@ -276,7 +276,7 @@ class Round(Record):
                 candidate.problem, candidate.roots = None, roots_of(candidate.roster, self.rules)
             self.decided_attempt = attempt
             self._decide(commit)
-            if self.decided_attempt is not None and chain.coordinator(self.state, attempt) == self.me:
+            if self.decided_attempt is not None and self.leader_of(attempt) == self.me:
                 self.outbox.broadcast(self.outbox.sign(commit))
             return True
         return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from protocol.assembly import Pace
 from protocol.chain import ChainState
@@ -11,6 +12,8 @@ from protocol.names import Base, PeerId
 from protocol.outbox import Outbox
 from protocol.presence import Heard, Presence
 from protocol.rules import Rules
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -39,6 +42,26 @@ class Stopwatch:
         return False
 
 
+class Derived(Generic[T]):
+    """One answer, kept while what it was derived from stands still: in a swarm of hundreds most events change none."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._of: object = None
+        self._answer: T | None = None
+
+    def get(self, key: object, of: object) -> T | None:
+        """The answer for an equal `key` and the very same object `of`; else None, and `put` is for these two."""
+        if self._of is of and self._key == key:
+            return self._answer
+        self._key, self._of, self._answer = key, of, None
+        return None
+
+    def put(self, answer: T) -> T:
+        self._answer = answer
+        return answer
+
+
 @dataclass(slots=True, kw_only=True)
 class Standing:
     me: PeerId
@@ -62,8 +85,9 @@ class Standing:
     upload_limit_bytes: int = 0
     download_limit_bytes: int = 0
     failed_edges: tuple[PeerId, ...] = ()
-    fresh: dict[PeerId, Heard] = field(default_factory=dict)
+    fresh: Mapping[PeerId, Heard] = field(default_factory=dict)
     """Everyone else heard of late, as of the event in hand."""
+    _live: Derived[tuple[set[PeerId], set[PeerId]]] = field(default_factory=lambda: Derived())
 
     def on_base(self, base: Base) -> set[PeerId]:
         """Peers heard on exactly this base, and not leaving."""
@@ -72,6 +96,12 @@ class Standing:
     def live_members(self, state: ChainState) -> tuple[set[PeerId], set[PeerId]]:
         """Members heard on this round, me included, and members heard one round behind; without those who leave, and
         without those who say that they cannot take part."""
+        found = self._live.get((self.presence.version, self.voting), state)
+        if found is None:
+            found = self._live.put(self._find_live(state))
+        return found
+
+    def _find_live(self, state: ChainState) -> tuple[set[PeerId], set[PeerId]]:
         here, behind = {self.me}, set()
         for peer, _ in state.members:
             heard = self.fresh.get(peer)

@@ -41,6 +41,8 @@ class Agreement:
         self._votes: dict[tuple[int, int], dict[PeerId, Signed[Vote]]] = {}
         self._highest: dict[PeerId, int] = {}
         self._attempts_of: dict[PeerId, set[int]] = {}
+        self._newest = -1
+        """The highest attempt of any vote."""
 
     # ------------------------------------------------------------ votes
 
@@ -74,6 +76,7 @@ class Agreement:
             return None
         cast[sender] = signed
         self._highest[sender] = max(self._highest.get(sender, -1), vote.attempt)
+        self._newest = max(self._newest, vote.attempt)
         return None
 
     def of(self, sender: PeerId, attempt: int, phase: int) -> Signed[Vote] | None:
@@ -122,6 +125,8 @@ class Agreement:
         Args:
             seen: attempts that peers have shown themselves in other than by a vote (a ROSTER of theirs, a HEARTBEAT).
         """
+        if self._newest <= attempt and not any(shown > attempt for shown in seen.values()):
+            return None
         needed = len(self.electors) - self.quorum + 1
         entered = (max(self._highest.get(peer, -1), seen.get(peer, -1)) for peer in self.electors)
         later = sorted((highest for highest in entered if highest > attempt), reverse=True)

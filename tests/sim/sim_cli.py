@@ -7,7 +7,8 @@ import sys
 import time
 
 from sim_profiles import PROFILES, build, play
-from sim_world import Violation, cached_wire
+from sim_sharing import shared_work
+from sim_world import Violation
 
 
 def say(text: str) -> None:
@@ -33,7 +34,7 @@ def main() -> int:
     seeds = [given.seed] if given.seed is not None else range(given.first, given.first + given.seeds)
     started_s, events, commits = time.perf_counter(), 0, 0
     for seed in seeds:
-        with cached_wire():
+        with shared_work():
             world = build(given.profile, seed, given.peers, trace=given.seed is not None)
             failure: Exception | None = None
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 
 from protocol.chain import ChainState
 from protocol.codecs import codec
@@ -29,10 +30,15 @@ class CheapKeyring:
         self.me = me
 
     def sign(self, message: bytes) -> bytes:
-        return digest(b"cheap", self.me.encode(), message)
+        return _cheap_signature(self.me, message)
 
     def verify(self, signer: PeerId, message: bytes, signature: bytes) -> bool:
-        return signature == digest(b"cheap", signer.encode(), message)
+        return signature == _cheap_signature(signer, message)
+
+
+@lru_cache(maxsize=1 << 14)
+def _cheap_signature(signer: PeerId, message: bytes) -> bytes:
+    return digest(b"cheap", signer.encode(), message)
 
 
 def make_rules(

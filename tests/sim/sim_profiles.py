@@ -112,7 +112,7 @@ PROFILES: dict[str, Profile] = {
 
 
 def peer_names(count: int) -> tuple[PeerId, ...]:
-    return tuple(f"Peer{chr(ord('A') + number)}" for number in range(count))
+    return tuple((f"Peer{chr(ord('A') + number)}" if number < 26 else f"Peer{number:03d}") for number in range(count))
 
 
 def build(profile_name: str, seed: int, peers: int, *, switches: Switches | None = None, trace: bool = False) -> World:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from sim_model import CheapKeyring
 from sim_node import Node
 from sim_oracle import Oracle, Violation
 
-from protocol import chain, wire
+from protocol import chain
 from protocol.names import PeerId
 from protocol.rules import Rules
 
@@ -261,14 +259,3 @@ class World:
                 if node.machine is not None
             )
             raise Violation(f"I5: not everyone reached round {goal} within {within_s:.0f} s of fair weather: {where}")
-
-
-@contextmanager
-def cached_wire() -> Iterator[None]:
-    """Every receiver of a broadcast parses the same bytes: in one process, once is enough."""
-    original = wire.decode
-    wire.decode = lru_cache(maxsize=4096)(original)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        wire.decode = original

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 from sim_profiles import build, play
-from sim_world import Switches, Violation, World, cached_wire
+from sim_sharing import shared_work
+from sim_world import Switches, Violation, World
 
 from protocol.messages import Certificate
 from protocol.names import Digest
@@ -21,7 +22,7 @@ SEEDS = 40
 
 def caught(make: Callable[[int], World]) -> str | None:
     """What the first schedule that fails says; None if all pass."""
-    with cached_wire():
+    with shared_work():
         for seed in range(SEEDS):
             try:
                 play(make(seed), "duel")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 from sim_profiles import build, play
-from sim_world import Violation, cached_wire
+from sim_sharing import shared_work
+from sim_world import Violation
 
 SHORT = [
     ("calm", 1, 10),
@@ -48,7 +49,7 @@ SHORT = [
 @pytest.mark.parametrize(("profile", "peers", "seeds"), SHORT)
 def test_no_schedule_breaks_an_invariant(profile: str, peers: int, seeds: int) -> None:
     for seed in range(seeds):
-        with cached_wire():
+        with shared_work():
             world = build(profile, seed, peers)
             try:
                 play(world, profile)
