@@ -251,7 +251,7 @@ class CatchUp:
         await self._trust_what_is_held()
         if self._held is None:
             self._held = await self._load_local()
-        offer = self._best_snapshot(target, tips)
+        offer = await self._best_snapshot(target, tips)
         if offer is not None and (self._held is None or offer.round - self._held.round > SNAPSHOT_COSTS_ROUNDS):
             await self._load_from_peers(offer, tips)
         if self._held is None:
@@ -308,8 +308,11 @@ class CatchUp:
             )
         return HeldState(round=0, state_hash=loaded.state_hash)
 
-    def _best_snapshot(self, target: int, tips: Sequence[PeerTip]) -> rpc.SnapshotOffer | None:
-        """The newest that is offered, certified by a later commit (s ≤ tip - 1), and newer than what is here."""
+    async def _best_snapshot(self, target: int, tips: Sequence[PeerTip]) -> rpc.SnapshotOffer | None:
+        """The newest that is offered, certified by a later commit (s ≤ tip - 1), and newer than what is here.
+
+        One that was begun goes on, while it is not much older.
+        """
         offers = [
             offer
             for tip in tips
@@ -318,7 +321,15 @@ class CatchUp:
             and (self._held is None or offer.round > self._held.round)
             and self._store.state_hash_at(offer.round) == offer.state_hash
         ]
-        return max(offers, key=lambda offer: offer.round, default=None)
+        newest = max(offers, key=lambda offer: offer.round, default=None)
+        if newest is None:
+            return None
+        # What an interrupted download left on this disk need not come again.
+        begun = {(one.round, one.state_hash) for one in (await self._engine.inventory()).partial}
+        for offer in sorted(offers, key=lambda offer: -offer.round):
+            if (offer.round, offer.state_hash) in begun and newest.round - offer.round <= SNAPSHOT_COSTS_ROUNDS:
+                return offer
+        return newest
 
     async def _load_from_peers(self, offer: rpc.SnapshotOffer, tips: Sequence[PeerTip]) -> None:
         sources = tuple(tip.peer for tip in tips if offer in tip.tip.snapshots)

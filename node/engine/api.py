@@ -337,6 +337,8 @@ class Inventoried(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     snapshots: tuple[Snapshot, ...]
     part_rounds: tuple[int, ...]
     """Rounds whose parts are all here, ascending."""
+    partial: tuple[Snapshot, ...] = ()
+    """Snapshots of which an interrupted download left chunks."""
     disk_bytes: int
     resident_bytes: int
     connections: int

@@ -24,6 +24,7 @@ from node.engine.geometry import Geometry
 from node.engine.outbox import Outbox
 from node.engine.parts import PartStore
 from node.engine.requests import Requester, Responder
+from node.engine.serving import Serving
 from node.engine.snapshots import SnapshotError, SnapshotStore
 from node.engine.state import OuterState, StateError
 from node.engine.storing import PartKeeper
@@ -66,11 +67,13 @@ class Engine:
         self._directory = directory
         self._keeper = PartKeeper(self._parts, self._threads, say, self._give_up_oldest)
         self._requester = Requester()
+        self._serving = Serving(exchanging=lambda: self._traffic.exchanging, dropped=self.dropped)
         responder = Responder(
             parts=self._parts,
             artifacts=self._artifacts,
             snapshots=self._snapshots,
             threads=self._threads,
+            serving=self._serving,
             dropped=self.dropped,
         )
         self._traffic = Traffic(
@@ -84,6 +87,8 @@ class Engine:
             dropped=self.dropped,
         )
         self._fetcher = Fetcher(
+            me=request.peer_id,
+            dropped=self.dropped,
             geometry=self._geometry,
             switchboard=self._switchboard,
             requester=self._requester,
@@ -103,6 +108,7 @@ class Engine:
         context = tls.server_context(self._request.certificate_pem, self._request.key_pem)
         port = await self._switchboard.listen(self._request.listen_host, self._request.listen_port, context)
         self._nursery.start_soon(self._keeper.run)
+        self._nursery.start_soon(self._serving.run)
         self._nursery.start_soon(self._run_state_requests)
         return port
 
@@ -214,10 +220,10 @@ class Engine:
             raise StateError("there is no state to copy; load one first")
         expected = state.state_hash
         check = trio.from_thread.check_cancelled
-        await self._threads.disk(
+        await self._threads.bulk(
             lambda: self._snapshots.save(request.round, state.theta, state.momentum, expected=expected, check=check)
         )
-        await self._threads.disk(self._make_room)
+        await self._threads.bulk(self._make_room)
         return api.StateLoaded(id=request.id, state_hash=expected)
 
     # ---------------------------------------------------------------- disk
@@ -240,18 +246,19 @@ class Engine:
 
     async def _keep_commits(self, request: api.KeepCommits) -> api.Answer:
         keep = partial(self._parts.keep, request.round, request.hashes, self._request.keep_rounds)
-        await self._threads.disk(keep)
-        await self._threads.disk(self._make_room)
+        await self._threads.bulk(keep)
+        await self._threads.bulk(self._make_room)
         return api.Done(id=request.id)
 
     async def _inventory(self, request: api.Inventory) -> api.Answer:
-        snapshots = await self._threads.disk(self._snapshots.complete)
+        snapshots = await self._threads.bulk(self._snapshots.complete)
         links = self._switchboard.links()
         return api.Inventoried(
             id=request.id,
             snapshots=tuple(snapshots),
-            part_rounds=await self._threads.disk(self._parts.complete_rounds),
-            disk_bytes=await self._threads.disk(self._disk_bytes),
+            partial=tuple(await self._threads.bulk(self._snapshots.partial)),
+            part_rounds=await self._threads.bulk(self._parts.complete_rounds),
+            disk_bytes=await self._threads.bulk(self._disk_bytes),
             resident_bytes=psutil.Process().memory_info().rss,
             connections=self._switchboard.connections,
             bytes_sent=self._switchboard.closed_sent_bytes + sum(link.sending.bytes for link in links),

@@ -121,6 +121,8 @@ class Exchange:
         """Links whose WANT was answered: one each."""
         self._meters: dict[Link, tuple[int, float, int, float]] = {}
         self._stopped = False
+        self.over = False
+        """Nothing is left to do but to serve those who want its parts."""
         self._bytes_sent = 0
         self._bytes_received = 0
         self._nursery: trio.Nursery | None = None
@@ -139,6 +141,7 @@ class Exchange:
                         nursery.start_soon(self._connect, index)
                 await self._decide(nursery)
                 await self._keeper.settle()
+                self.over = True
                 await self._report()
                 await trio.sleep_forever()
         finally:

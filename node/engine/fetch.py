@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -12,22 +12,25 @@ from blake3 import blake3
 
 from node.engine import api
 from node.engine.artifacts import ArtifactStore, chunk_bytes, chunk_count
+from node.engine.drops import Drops
 from node.engine.exchange_checks import why_bad_part
 from node.engine.frames import AskMeta, Subject
+from node.engine.gathering import Gathering
 from node.engine.geometry import Geometry
 from node.engine.link import Link
-from node.engine.requests import NoAnswer, NotThere, Requester
+from node.engine.requests import Lied, NoAnswer, Requester
 from node.engine.snapshots import SnapshotStore, split_hashes
 from node.engine.storing import PartKeeper
 from node.engine.switchboard import Switchboard, Unreachable
 from node.engine.threads import Threads
 from node.errors import AtollError
-from protocol.names import DIGEST_BYTES
+from protocol.names import DIGEST_BYTES, digest
 
-ASKS_PER_SOURCE = 4
 REACH_TIMEOUT_S = 10.0
-STRIKES = 4
-"""Failures in a row after which a source is not asked again in this download."""
+LISTS_ASKED = 16
+"""Sources asked for a list of chunk hashes."""
+
+log = logging.getLogger("atoll.engine")
 
 Item = TypeVar("Item")
 
@@ -40,6 +43,8 @@ class Fetcher:
     def __init__(
         self,
         *,
+        me: str,
+        dropped: Drops,
         geometry: Geometry,
         switchboard: Switchboard,
         requester: Requester,
@@ -48,6 +53,8 @@ class Fetcher:
         snapshots: SnapshotStore,
         threads: Threads,
     ) -> None:
+        self._me = me
+        self._dropped = dropped
         self._geometry = geometry
         self._switchboard = switchboard
         self._requester = requester
@@ -77,15 +84,25 @@ class Fetcher:
 
         async def get(link: Link, ref: api.PartRef) -> None:
             data = await self._requester.ask(link, ref.hash, AskMeta(Subject.PART), largest_bytes=ref.length)
-            if not await self._keep_part(ref, data):
-                raise NoAnswer("what it sent is not the part, or could not be stored")
+            await self._keep_asked(ref, data)
 
-        with trio.move_on_after(request.timeout_s):
-            await self._gather(missing, request.sources, get)
+        if missing:
+            with trio.move_on_after(request.timeout_s):
+                await self._gather(missing, request.sources, get, missing[0].roster_id)
         return tuple(sorted(ref.part for ref in request.headers if self._keeper.parts.find(ref.hash) is None))
 
+    async def _keep_asked(self, ref: api.PartRef, data: bytearray) -> None:
+        """Raises `Lied` for what is not the part, `NoAnswer` when the disk refuses it."""
+        if await self._threads.compute(self._check_of(ref, data)):
+            raise Lied("a part is not what its header says")
+        if not await self._keeper.write(ref, data):
+            raise NoAnswer("what it sent could not be stored")
+
     async def _keep_part(self, ref: api.PartRef, data: bytearray) -> bool:
-        check = partial(
+        return not await self._threads.compute(self._check_of(ref, data)) and await self._keeper.write(ref, data)
+
+    def _check_of(self, ref: api.PartRef, data: bytearray) -> Callable[[], str]:
+        return partial(
             why_bad_part,
             data,
             part=ref.part,
@@ -95,13 +112,12 @@ class Fetcher:
             signature=ref.signature,
             geometry=self._geometry,
         )
-        return not await self._threads.compute(check) and await self._keeper.write(ref, data)
 
     # ---------------------------------------------------------------- artifacts
 
     async def artifact(self, request: api.FetchArtifact) -> None:
         """Raises `FetchFailed`; what came so far stays and the next request goes on from it."""
-        if await self._threads.disk(partial(self._artifacts.has, request.hash)):
+        if await self._threads.bulk(partial(self._artifacts.has, request.hash)):
             return
         why = [f"no source within {request.timeout_s:g} s"]
         with trio.move_on_after(request.timeout_s):
@@ -126,18 +142,18 @@ class Fetcher:
         self, request: api.FetchArtifact, hashes: list[bytes], sources: Sequence[str], why: list[str]
     ) -> None:
         artifact, length = request.hash, request.length
-        missing = await self._threads.disk(partial(self._artifacts.begin_download, artifact, length, hashes))
+        missing = await self._threads.bulk(partial(self._artifacts.begin_download, artifact, length, hashes))
 
         async def get(link: Link, index: int) -> None:
             data = await self._requester.ask(
                 link, artifact, AskMeta(Subject.ARTIFACT, chunk=index), largest_bytes=chunk_bytes(index, length)
             )
             if blake3(data).digest() != hashes[index]:
-                raise NoAnswer("it sent a chunk that does not match its list")
-            await self._threads.disk(partial(self._artifacts.put_chunk, artifact, index, data))
+                raise Lied("it sent a chunk that does not match its list")
+            await self._threads.bulk(partial(self._artifacts.put_chunk, artifact, index, data))
 
-        left = await self._gather(sorted(missing), sources, get, why)
-        if not left and not await self._threads.disk(partial(self._artifacts.finish_download, artifact)):
+        left = await self._gather(sorted(missing), sources, get, artifact, why)
+        if not left and not await self._threads.bulk(partial(self._artifacts.finish_download, artifact)):
             why.append("the chunks of " + ", ".join(sources) + " do not make the artifact")
 
     # ---------------------------------------------------------------- snapshots
@@ -145,7 +161,7 @@ class Fetcher:
     async def snapshot(self, request: api.FetchSnapshot) -> None:
         """Raises `FetchFailed`; what came so far stays and the next request goes on from it."""
         number, state_hash = request.round, request.state_hash
-        if await self._threads.disk(partial(self._snapshots.has, number, state_hash)):
+        if await self._threads.bulk(partial(self._snapshots.has, number, state_hash)):
             return
         why = [f"no source within {request.timeout_s:g} s"]
         with trio.move_on_after(request.timeout_s):
@@ -160,7 +176,7 @@ class Fetcher:
             if hashes is not None:
                 known = hashes
                 begin = partial(self._snapshots.begin_download, number, state_hash, known)
-                missing = await self._threads.disk(begin)
+                missing = await self._threads.bulk(begin)
 
                 async def get(link: Link, index: int) -> None:
                     data = await self._requester.ask(
@@ -170,11 +186,11 @@ class Fetcher:
                         largest_bytes=self._snapshots.chunk_bytes(index),
                     )
                     if blake3(data).digest() != known[index]:
-                        raise NoAnswer("it sent a chunk that does not match the state's hash")
-                    await self._threads.disk(partial(self._snapshots.put_chunk, number, state_hash, index, data))
+                        raise Lied("a chunk does not match the state's hash")
+                    await self._threads.bulk(partial(self._snapshots.put_chunk, number, state_hash, index, data))
 
-                if not await self._gather(sorted(missing), request.sources, get, why):
-                    await self._threads.disk(partial(self._snapshots.finish_download, number, state_hash, known))
+                if not await self._gather(sorted(missing), request.sources, get, state_hash, why):
+                    await self._threads.bulk(partial(self._snapshots.finish_download, number, state_hash, known))
                     return
         raise FetchFailed(f"the snapshot of round {number} could not be fetched: {'; '.join(dict.fromkeys(why))}")
 
@@ -216,7 +232,7 @@ class Fetcher:
             if fits is not None:
                 nursery.start_soon(stop_when_found)
             async with trio.open_nursery() as asking:
-                for source in sources:
+                for source in self._in_turn(sources, content)[:LISTS_ASKED]:
                     asking.start_soon(ask, source)
             nursery.cancel_scope.cancel()
         if not answers:
@@ -224,68 +240,32 @@ class Fetcher:
         best = max(answers, key=lambda data: len(answers[data]))
         return split_hashes(best), answers[best]
 
+    def _in_turn(self, sources: Sequence[str], content: bytes) -> list[str]:
+        """An order of its own for each peer and content: not all joiners start with the same few."""
+        return sorted(dict.fromkeys(sources), key=lambda source: digest(content, self._me.encode(), source.encode()))
+
     async def _gather(
         self,
         items: Sequence[Item],
         sources: Sequence[str],
         get: Callable[[Link, Item], Awaitable[None]],
+        content: bytes,
         why: list[str] | None = None,
     ) -> list[Item]:
-        """Get every item from some source, several at a time from each; returns the items that none gave.
+        """Get every item from some source; returns the items that none gave.
 
         Raises `OSError` when what came cannot be written.
         """
-        queue = list(range(len(items)))[::-1]
-        lacking: list[set[str]] = [set() for _ in items]
-        """Per item: sources that do not have it."""
-        under_way = 0
-        returned = trio.lowlevel.ParkingLot()
-
-        def next_for(source: str) -> int | None:
-            for position in range(len(queue) - 1, -1, -1):
-                if source not in lacking[queue[position]]:
-                    return queue.pop(position)
-            return None
-
-        strikes: Counter[str] = Counter()
-        broken: list[OSError] = []
-
-        async def pull(source: str) -> None:
-            nonlocal under_way
-            while strikes[source] < STRIKES:
-                number = next_for(source)
-                if number is None:
-                    if not under_way:
-                        break
-                    await returned.park()
-                    continue
-                under_way += 1
-                got = False
-                try:
-                    link = await self._switchboard.reach(source, within_s=REACH_TIMEOUT_S, eager=True)
-                    await get(link, items[number])
-                    got = True
-                    strikes[source] = 0
-                except NotThere:
-                    lacking[number].add(source)
-                except (NoAnswer, Unreachable) as error:
-                    # Dialling has its own retries: who cannot be reached is not asked again in this download.
-                    strikes[source] += STRIKES if isinstance(error, Unreachable) else 1
-                    if why is not None:
-                        why.append(f"{source}: {error}")
-                except OSError as error:
-                    broken.append(error)
-                    nursery.cancel_scope.cancel()
-                finally:
-                    if not got:
-                        queue.append(number)
-                    under_way -= 1
-                    returned.unpark_all()
-
-        async with trio.open_nursery() as nursery:
-            for source in dict.fromkeys(sources):
-                for _ in range(ASKS_PER_SOURCE):
-                    nursery.start_soon(pull, source)
-        if broken:
-            raise broken[0]
-        return [items[number] for number in queue]
+        gathering = Gathering(
+            items,
+            self._in_turn(sources, content),
+            reach=partial(self._switchboard.reach, within_s=REACH_TIMEOUT_S, eager=True),
+            get=get,
+            dropped=self._dropped,
+        )
+        left = await gathering.run()
+        if why is not None:
+            why.extend(gathering.why)
+            given = ", ".join(f"{count} from {source}" for source, count in gathering.got.most_common())
+            log.info("%d of %d chunks of %s: %s", len(items) - len(left), len(items), content.hex()[:16], given)
+        return left

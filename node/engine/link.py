@@ -32,7 +32,7 @@ Buffer = bytes | bytearray | memoryview
 LaneErrors = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, trio.TooSlowError, OSError)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Outgoing:
     """A frame to be sent. `load` gives meta and payload, or None when the frame is of no use any more."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 
 import msgspec
@@ -13,6 +13,7 @@ from node.engine.drops import Drops
 from node.engine.frames import AskMeta, Header, Kind, MetaDecoder, Subject
 from node.engine.link import Buffer, Link, Outgoing
 from node.engine.parts import PartStore
+from node.engine.serving import Serving
 from node.engine.snapshots import SnapshotStore
 from node.engine.threads import Threads
 from node.errors import StrangerError
@@ -27,6 +28,10 @@ class NoAnswer(Exception):
     """The peer did not answer in time, is gone, or sent something else; the message says which."""
 
 
+class Lied(NoAnswer):
+    """What the peer sent is not what it was asked for."""
+
+
 class NotThere(NoAnswer):
     """The peer answered that it does not have it."""
 
@@ -36,6 +41,8 @@ class Requester:
 
     def __init__(self) -> None:
         self._pending: dict[Link, dict[int, _Pending]] = {}
+        self._given_up: dict[Link, deque[int]] = {}
+        """Requests that are not waited for any more, the newest."""
         self._next = 0
 
     async def ask(self, link: Link, content: bytes, question: AskMeta, *, largest_bytes: int) -> bytearray:
@@ -58,6 +65,10 @@ class Requester:
             if pending.answer is None:
                 raise NoAnswer(pending.why)
             return pending.answer
+        except trio.Cancelled:
+            # Another peer was faster, or the download is over: what comes all the same is nobody's fault.
+            self._given_up.setdefault(link, deque(maxlen=MAX_ASKED_AT_ONCE)).append(number)
+            raise
         finally:
             waiting = self._pending.get(link, {})
             waiting.pop(number, None)
@@ -68,6 +79,10 @@ class Requester:
         """Whether an answer was asked for and is no longer than it may be."""
         pending = self._pending.get(link, {}).get(header.part)
         return pending is not None and header.payload_bytes <= pending.largest_bytes
+
+    def gave_up(self, link: Link, header: Header) -> bool:
+        """Whether this answers a request that was asked here and is not waited for any more."""
+        return header.part in self._given_up.get(link, ())
 
     def answered(self, link: Link, header: Header, payload: bytearray) -> None:
         pending = self._pending.get(link, {}).get(header.part)
@@ -80,6 +95,7 @@ class Requester:
         pending.arrived.set()
 
     def link_down(self, link: Link) -> None:
+        self._given_up.pop(link, None)
         for pending in self._pending.get(link, {}).values():
             pending.why = "the connection broke"
             pending.arrived.set()
@@ -104,8 +120,10 @@ class Responder:
         artifacts: ArtifactStore,
         snapshots: SnapshotStore,
         threads: Threads,
+        serving: Serving,
         dropped: Drops,
     ) -> None:
+        self._serving = serving
         self._parts = parts
         self._artifacts = artifacts
         self._snapshots = snapshots
@@ -126,7 +144,7 @@ class Responder:
         answer = Outgoing(kind=Kind.ANSWER, id=header.id, part=header.part, load=_nothing)
 
         async def load() -> tuple[bytes, Buffer]:
-            data = await self._threads.disk(partial(self._read, header.id, question))
+            data = await self._threads.bulk(partial(self._read, header.id, question))
             if link in self._owed:
                 self._owed[link] -= 1
             if data is None:
@@ -134,10 +152,14 @@ class Responder:
             return b"", data or b""
 
         answer.load = load
-        link.send(answer, later=True)
+        if question.subject == Subject.PART:
+            link.send(answer, later=True)  # a round, or a peer that is a round behind, waits for it
+        else:
+            self._serving.put(link, answer)
 
     def link_down(self, link: Link) -> None:
         self._owed.pop(link, None)
+        self._serving.link_down(link)
 
     def _read(self, content: bytes, question: AskMeta) -> bytes | None:
         try:

@@ -8,6 +8,7 @@ snapshots/corrupt/ROUND-HASH/   found corrupt, with a file `why`; the newest few
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from protocol.names import DIGEST_BYTES
 from protocol.state_hash import CHUNK_BYTES, Chunk, chunk, chunk_count, chunk_hash, chunk_view, root_of
 
 PIN_S = 60.0
+"""How long after its last chunk was read a snapshot stays for a download."""
+LONGEST_PIN_S = 3600.0
 MAX_PINS = 2
 MAX_CORRUPT = 2
 
@@ -40,8 +43,8 @@ class SnapshotStore:
         self._directory = directory
         self._geometry = geometry
         self._lock = threading.Lock()
-        self._pins: dict[Path, float] = {}
-        """Snapshots that somebody is downloading, and until when (monotonic seconds) they stay for it."""
+        self._pins: dict[Path, tuple[float, float]] = {}
+        """Snapshots that somebody is downloading: since when, and until when (monotonic seconds) they stay for it."""
         self.chunk_count = chunk_count(geometry.elements, geometry.buffer_elements)
 
     # ---------------------------------------------------------------- what there is
@@ -58,6 +61,16 @@ class SnapshotStore:
             except ValueError:
                 continue
         return sorted(found, key=lambda one: (one.round, one.state_hash))
+
+    def partial(self) -> list[Snapshot]:
+        """Downloads that were begun and can go on."""
+        found = []
+        for path in self._directory.glob("*.partial"):
+            number, _, name = path.stem.partition("-")
+            if number.isdigit() and len(name) == 2 * DIGEST_BYTES:
+                with contextlib.suppress(ValueError):
+                    found.append(Snapshot(round=int(number), state_hash=bytes.fromhex(name)))
+        return found
 
     def has(self, round_number: int, state_hash: bytes) -> bool:
         return self._path(round_number, state_hash).is_dir()
@@ -191,13 +204,14 @@ class SnapshotStore:
         """A download keeps its snapshot while it goes on; at most `MAX_PINS` at a time, so that disk use is bounded."""
         now_s = time.monotonic()
         with self._lock:
-            self._pins = {old: until_s for old, until_s in self._pins.items() if until_s > now_s}
+            self._pins = {old: pin for old, pin in self._pins.items() if pin[1] > now_s}
             if path in self._pins or len(self._pins) < MAX_PINS:
-                self._pins[path] = now_s + PIN_S
+                since_s = self._pins.get(path, (now_s, now_s))[0]
+                self._pins[path] = (since_s, min(now_s + PIN_S, since_s + LONGEST_PIN_S))
 
     def _pinned(self, path: Path) -> bool:
         with self._lock:
-            return self._pins.get(path, 0.0) > time.monotonic()
+            return path in self._pins and self._pins[path][1] > time.monotonic()
 
     # ---------------------------------------------------------------- downloading
 

@@ -13,18 +13,23 @@ T = TypeVar("T")
 
 
 class Threads:
-    """`compute`: NumPy and BLAKE3, which release the GIL; `disk`: blocking reads, writes and fsyncs."""
+    """`compute`: NumPy and BLAKE3, which release the GIL; `disk`: a round's own blocking reads, writes and fsyncs;
+    `bulk`: the same for what may wait (serving others, downloads, snapshots, housekeeping), in threads of its own."""
 
     def __init__(self, count: int) -> None:
         self.count = max(1, count)
         self._compute = trio.CapacityLimiter(self.count)
         self._disk = trio.CapacityLimiter(2)
+        self._bulk = trio.CapacityLimiter(2)
 
     async def compute(self, work: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(work, limiter=self._compute)
 
     async def disk(self, work: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(work, limiter=self._disk)
+
+    async def bulk(self, work: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(work, limiter=self._bulk)
 
     async def spread(self, work: Callable[[int, int], None], count: int) -> None:
         """Call `work(worker, index)` for every index below `count`, in as many threads as there are; order is free.

@@ -28,6 +28,11 @@ class Traffic:
         self._dropped = dropped
         self._early: dict[Link, OrderedDict[bytes, bytearray]] = {}
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether an exchange has work to do on this node."""
+        return any(not exchange.over for exchange in self.exchanges.values())
+
     def add(self, exchange: Exchange) -> None:
         self.exchanges[exchange.roster_id] = exchange
         for link, wants in list(self._early.items()):
@@ -70,6 +75,8 @@ class Traffic:
                 return True
             case Kind.ANSWER | Kind.HAVE_NOT:
                 if not self._requester.admit(link, header):
+                    if self._requester.gave_up(link, header):
+                        return False
                     self._dropped.count("an answer that nobody waits for", link.peer_id)
                     return False
                 return True
