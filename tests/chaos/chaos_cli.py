@@ -3,69 +3,48 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from node.errors import AtollError
 from tests.chaos.lab import Lab
+from tests.chaos.results import Result, record, result, write
 from tests.chaos.rows import Measured, Row, rows
-
-Outcome = Literal["held", "FAILED", "skipped"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    number: int
-    fault: str
-    outcome: Outcome
-    why: str
-    seconds: float
-    measured: Measured | None
 
 
 def run_row(row: Row, directory: Path, console: Console, *, thorough: bool) -> Result:
     """Its outcome; the homes stay in `directory` when it failed."""
     started_s = time.monotonic()
 
-    def say(text: str) -> None:
-        console.print(f"{time.monotonic() - started_s:6.1f} s  {text}", highlight=False, soft_wrap=True)
+    def passed_s() -> float:
+        return time.monotonic() - started_s
 
-    def result(outcome: Outcome, why: str = "", measured: Measured | None = None) -> Result:
-        return Result(
-            number=row.number,
-            fault=row.fault,
-            outcome=outcome,
-            why=why,
-            seconds=round(time.monotonic() - started_s, 1),
-            measured=measured,
-        )
+    def say(text: str) -> None:
+        console.print(f"{passed_s():6.1f} s  {text}", highlight=False, soft_wrap=True, markup=False)
 
     console.print(f"\nrow {row.number}: {row.fault}", style="bold", highlight=False)
     lacking = row.needs()
     if lacking is not None:
         say(f"skipped: {lacking}")
-        return result("skipped", lacking)
+        return result(row, "skipped", 0.0, short=not thorough, why=lacking)
     try:
         with Lab(directory, thorough=thorough, say=say) as lab:
             measured = row.run(lab)
     except (AssertionError, AtollError, OSError) as error:
         say(f"FAILED: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}the homes are in {directory}")
-        return result("FAILED", str(error))
+        return result(row, "FAILED", passed_s(), short=not thorough, why=str(error))
     shutil.rmtree(directory)
     say("held")
-    return result("held", measured=measured)
+    return result(row, "held", passed_s(), short=not thorough, measured=measured)
 
 
 def show(results: list[Result], console: Console) -> None:
@@ -115,10 +94,14 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="numbers; `ci`: the six that CI runs; `all`")
     parser.add_argument("--short", action="store_true", help="as CI runs them, not with all variants")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--record", action="store_true", help="put what held into docs/faults.json and docs/faults.md")
     parser.add_argument("--list", action="store_true", help="say what each row does and checks")
     parser.add_argument("--directory", type=Path, help="for the homes (a temporary directory)")
     given = parser.parse_args()
     console = Console()
+    if given.record and not given.rows:
+        record([], known)
+        return 0
     if given.list or not given.rows:
         for row in known.values():
             console.print(
@@ -139,8 +122,9 @@ def main() -> int:
         results.append(run_row(row, directory, console, thorough=not short))
     show(results, console)
     if given.json is not None:
-        report = {"date": date.today().isoformat(), "cores": os.cpu_count(), "rows": [asdict(one) for one in results]}
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        write(results, given.json)
+    if given.record:
+        record(results, known)
     if all(one.outcome != "FAILED" for one in results) and given.directory is None:
         shutil.rmtree(place)
     return 0 if all(one.outcome != "FAILED" for one in results) else 1

@@ -37,6 +37,8 @@ class Means:
     parts: int
     """Not empty, and recomputed."""
     empty: int
+    largest: float
+    """Magnitude among all means."""
     bitmaps: tuple[tuple[str, ...], ...]
     """Per part: the peers that it counts; none: EMPTY."""
 
@@ -71,6 +73,7 @@ def check_means(round_number: int, run: HomeRun, holder: Home, homes: Sequence[t
     contributing = contributing_of(roster, rules)
     senders = [ready.sender for ready in roster.readys]
     counted: list[tuple[str, ...]] = []
+    largest = 0.0
     for part, header in enumerate(commit.headers):
         if header is None:
             counted.append(())
@@ -86,7 +89,9 @@ def check_means(round_number: int, run: HomeRun, holder: Home, homes: Sequence[t
             acc = acc + np.float32(weights[index]) * reference.decode(rules.codec, leaf, size)
             whole += weights[index]
         expected = reference.encode(rules.codec, acc / np.float32(whole))
+        assert np.isfinite(acc).all(), f"part {part} of round {round_number} is not finite"
         assert payload == expected, f"part {part} of round {round_number} is not the mean of its bitmap"
+        largest = max(largest, float(np.max(np.abs(reference.decode(rules.codec, payload, size)))))
         counted.append(tuple(senders[index] for index in bits(header.message.bitmap)))
     filled = sum(1 for header in commit.headers if header is not None)
     return Means(
@@ -94,6 +99,7 @@ def check_means(round_number: int, run: HomeRun, holder: Home, homes: Sequence[t
         attempt=commit.certificate.votes[0].message.attempt,
         parts=filled,
         empty=len(commit.headers) - filled,
+        largest=largest,
         bitmaps=tuple(counted),
     )
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -37,6 +37,16 @@ STRIKE_POLL_S = 0.02
 STRIKE_TRIES = 12
 """Rounds in which a strike may come too late to be armed."""
 FEW_ROUNDS_S = 2 * ROUND_S
+LARGER = (
+    "model.config.hidden_size=256",
+    "model.config.intermediate_size=768",
+    "model.config.num_hidden_layers=4",
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=4",
+    "rounds.steps=6",
+    "rounds.part_elements=65536",
+)
+"""Of `micro`: 3.5 million parameters, a state of 27 chunks."""
 OUTAGE_ROUND_S = 45.0 * PATIENCE
 """For a round that somebody died in: all durations of `micro` for two attempts."""
 
@@ -50,7 +60,6 @@ class Node(Daemon):
     """Multiaddr without the peer id."""
     joins: Node | None = None
     arguments: tuple[str, ...] = ()
-    variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def peer_id(self) -> str:
@@ -148,11 +157,26 @@ class Lab:
 
     # ------------------------------------------------------------ making
 
-    def node(self, name: str, *, joins: Node | None = None, arguments: Sequence[str] = ()) -> Node:
+    @contextlib.contextmanager
+    def apart(self, name: str) -> Iterator[Lab]:
+        """A lab of its own within this one, for a row that needs more than one run."""
+        directory = self.directory / name
+        directory.mkdir()
+        with Lab(directory, thorough=self.thorough, say=self.say) as lab:
+            yield lab
+
+    def node(
+        self,
+        name: str,
+        *,
+        joins: Node | None = None,
+        arguments: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
+    ) -> Node:
         home = Home(self.directory / name)
         made = Node(
             home=home,
-            program=PROGRAM,
+            program=program,
             known_peer_id=ensure_identity(home).peer_id,
             listen=f"/ip4/127.0.0.1/tcp/{free_port()}",
             joins=joins,
@@ -168,11 +192,20 @@ class Lab:
         run: str = "micro",
         overrides: Sequence[str] = (),
         arguments: Sequence[str] = (),
+        first_arguments: Sequence[str] = (),
+        programs: Sequence[Sequence[str]] = (),
         rounds: int = 3,
     ) -> list[Node]:
-        """`count` founders of one run, each counted in `rounds` rounds by the time this returns."""
-        nodes = [self.node(f"node-{index}", arguments=arguments) for index in range(count)]
+        """`count` founders of one run, each counted in `rounds` rounds by the time this returns.
+
+        `first_arguments`: those of the first node alone. `programs`: what each is started as, instead of `PROGRAM`.
+        """
+        started_as = programs or [PROGRAM] * count
+        nodes = [
+            self.node(f"node-{index}", arguments=arguments, program=program) for index, program in enumerate(started_as)
+        ]
         first, *others = nodes
+        first.arguments += tuple(first_arguments)
         founders = sorted(node.peer_id for node in nodes)
         self.run = runs.obtain(first.home, run, overrides=tuple(overrides), founders=founders)
         runs.make_current(first.home, self.run.run_id)
@@ -228,6 +261,12 @@ class Lab:
         rules = rules_of(self.run.manifest)
         exchange_s = 2 * rules.level_min_s + rules.slack_s + rules.progress_s
         return PATIENCE * (exchange_s + (attempts - 1) * (rules.attempt_timeout_s + 2 * rules.grace_s))
+
+    def assembly_s(self) -> float:
+        """What a round may take beyond an undisturbed one when a member does not become ready."""
+        assert self.run is not None
+        rules = rules_of(self.run.manifest)
+        return PATIENCE * (rules.assembly_max_s + 2 * rules.grace_s + rules.heartbeat_timeout_s)
 
     def round_tokens(self) -> int:
         """Tokens of one node in the H steps of a round."""

@@ -1,8 +1,9 @@
 """The engine's places and lies.
 
-Places, each counted per round: `exchange` (a roster's exchange begins), `up` (a contribution is about to be sent),
-`up-received` (one was accepted, as root), `reduced` (a sum of ours is made, its header not yet signed),
-`down-received`.
+Places, each counted per round: `encode` (the trainer has handed over), `exchange` (a roster's exchange begins), `up`
+(a contribution is about to be sent), `up-received` (one was accepted, as root), `reduced` (a sum of ours is made, its
+header not yet signed), `down-received`; for a snapshot's round `chunk-served` (a chunk was read for a peer) and
+`chunk-got` (one that came was verified and stored).
 
 Lies about each UP that is sent: `ups-flipped` (one bit of the payload), `ups-nan` and `ups-inf` (a scale),
 `ups-beyond` (values a million times larger than declared), `ups-short` (a byte less), `ups-greedy` (a bitmap that
@@ -25,6 +26,7 @@ from node.engine import api
 from node.engine.engine import Engine
 from node.engine.exchange import Exchange
 from node.engine.frames import bitmap_bytes
+from node.engine.snapshots import SnapshotStore
 from tests.chaos.bent import bends
 from tests.chaos.bent.strikes import Striker
 
@@ -42,6 +44,8 @@ def bend() -> None:
     receive_up, receive_down, publish = Exchange._receive_up, Exchange._receive_down, Exchange._publish
 
     async def bent_change_state(self: Engine, request: Any) -> Any:
+        if isinstance(request, api.Encode):
+            striker.passing("encode", here["round"])
         answer = await change_state(self, request)
         match request:
             case api.Apply():
@@ -78,6 +82,19 @@ def bend() -> None:
         striker.passing("reduced", here["round"])
         await publish(self, *arguments)
 
+    read_chunk, put_chunk = SnapshotStore.read_chunk, SnapshotStore.put_chunk
+
+    def bent_read_chunk(self: SnapshotStore, round_number: int, *arguments: Any) -> bytes | None:
+        chunk = read_chunk(self, round_number, *arguments)
+        if chunk is not None:
+            striker.passing("chunk-served", round_number)
+        return chunk
+
+    def bent_put_chunk(self: SnapshotStore, round_number: int, *arguments: Any) -> None:
+        put_chunk(self, round_number, *arguments)
+        striker.passing("chunk-got", round_number)
+
+    SnapshotStore.read_chunk, SnapshotStore.put_chunk = bent_read_chunk, bent_put_chunk  # type: ignore[method-assign]
     Engine._change_state, Engine._start_exchange = bent_change_state, bent_start_exchange  # type: ignore[method-assign]
     Exchange.run, Exchange._load_up = bent_run, bent_load_up  # type: ignore[method-assign]
     Exchange._receive_up, Exchange._receive_down = bent_receive_up, bent_receive_down  # type: ignore[method-assign]

@@ -22,12 +22,16 @@ import psutil
 class Strike(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     """Where; see `engine` and `daemon` beside this module."""
-    round: int
+    round: int | None
+    """None: whatever round it is."""
     after: int = 1
     """At which passing of that place in that round."""
     target: str = "node"
     """`node` (as a power cut), `all` (each of its processes), or one role: supervisor, daemon, engine, trainer."""
     signal: int = signal.SIGKILL
+
+    def counts(self, round_number: int) -> bool:
+        return self.round is None or self.round == round_number
 
 
 class Struck(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +63,8 @@ class Striker:
             strike = msgspec.json.decode(armed_file(self._home).read_bytes(), type=Strike)
         except FileNotFoundError:
             return
-        if (strike.point, strike.round) != (point, round_number) or self._passed[point, round_number] < strike.after:
+        passed = sum(count for (name, number), count in self._passed.items() if name == point and strike.counts(number))
+        if strike.point != point or not strike.counts(round_number) or passed < strike.after:
             return
         armed_file(self._home).unlink()
         self._carry_out(strike)

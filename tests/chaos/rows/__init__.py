@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from tests.chaos.lab import Lab
 
+Note = str | int | float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -24,7 +26,7 @@ class Measured:
     """Rounds of the others that were not committed, or not in the attempts allowed."""
     work_lost_tokens: int | None = None
     """Reported as discarded, or gone with a process; of whoever was harmed."""
-    notes: dict[str, str | int | float] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)
     """Whatever else is worth knowing, with units in the names."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from node.status import Status
 from tests.chaos.lab import OUTAGE_ROUND_S, Lab, Node
-from tests.chaos.rows import Measured, Row
+from tests.chaos.rows import Measured, Note, Row
 from tests.swarm.daemons import assert_agreed
 
 NODES = 4
@@ -51,7 +51,7 @@ MORE = (
 def run(lab: Lab) -> Measured:
     nodes = lab.swarm(NODES)
     usual_s = lab.usual_s(nodes)
-    notes: dict[str, str | int | float] = {}
+    notes: dict[str, Note] = {}
     recovered: list[float] = []
     for attack in (*IN_CI, *(MORE if lab.thorough else ())):
         seconds, attempts, back_s = strike(lab, nodes, attack, usual_s)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.lab import Lab, Node
-from tests.chaos.rows import Measured, Row
+from tests.chaos.rows import Measured, Note, Row
 from tests.swarm.daemons import ROUND_S, TooLate, assert_agreed, wait_all
 
 NODES = 3
@@ -30,7 +30,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 def run(lab: Lab) -> Measured:
     nodes = lab.swarm(NODES)
-    notes: dict[str, str | int | float] = {}
+    notes: dict[str, Note] = {}
     every_s: list[float] = []
     lost: list[int] = []
     for role in ROLES:
@@ -82,7 +82,7 @@ def kill(lab: Lab, nodes: list[Node], victim: Node, role: str) -> tuple[float, i
     return back_s, lost
 
 
-def out_of_memory(lab: Lab, nodes: list[Node]) -> dict[str, str | int | float]:
+def out_of_memory(lab: Lab, nodes: list[Node]) -> dict[str, Note]:
     """The kernel kills a trainer that does not fit, twice; then there is room."""
     victim, *others = nodes
     with memory_cgroup() as group:
