@@ -218,7 +218,7 @@ def _advance(state: ChainState, rules: Rules, commit: Commit) -> ChainState:
         returned=supply.returned,
         cursor_epoch=supply.cursor_epoch,
         cursor_unit=supply.cursor_unit,
-        tokens_total=state.tokens_total + _counted_tokens(rules, commit),
+        tokens_total=state.tokens_total + sum(counted_tokens(rules, commit).values()),
     )
 
 
@@ -300,11 +300,11 @@ def _next_demoted(state: ChainState, attempt: int) -> tuple[tuple[PeerId, int], 
     return tuple(sorted(demoted.items()))
 
 
-def _counted_tokens(rules: Rules, commit: Commit) -> int:
-    """Tokens that this commit counts: per READY the mean over all elements of its tokens there, rounded down."""
+def counted_tokens(rules: Rules, commit: Commit) -> dict[PeerId, int]:
+    """Tokens that this commit counts, by whom: the mean over all elements of a READY's tokens there, rounded down."""
     headers, readys = commit.headers, commit.roster.message.readys
     if not any(headers) or not readys:
-        return 0
+        return {}
     # bits: (parts, READYs); part_elements: (parts,)
     width = (len(readys) + 7) // 8
     packed = b"".join(
@@ -313,7 +313,7 @@ def _counted_tokens(rules: Rules, commit: Commit) -> int:
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(headers), width), axis=1, bitorder="little")
     part_elements = np.full(len(headers), rules.part_elements, np.int64)
     part_elements[-1] = rules.part_range(rules.part_count - 1)[1] - rules.part_range(rules.part_count - 1)[0]
-    total = 0
+    counted: dict[PeerId, int] = {}
     for bit, signed in enumerate(readys):
         if runs := signed.message.tokens:
             counts, tokens = zip(*runs, strict=True)
@@ -323,8 +323,9 @@ def _counted_tokens(rules: Rules, commit: Commit) -> int:
                 elements = int((part_elements[start : start + parts] * bits[start : start + parts, bit]).sum())
                 weighted += elements * value
                 start += parts
-            total += weighted // rules.elements
-    return total
+            if tokens_here := weighted // rules.elements:
+                counted[signed.sender] = tokens_here
+    return counted
 
 
 def _name(state: ChainState, commit: Commit, advanced: ChainState) -> Digest:

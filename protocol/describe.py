@@ -26,10 +26,10 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
     if machine.final:
         return "finished", f"waiting until every live peer has the last state, of round {number}"
     if machine.reforming.active:
-        heard, needed = len(machine.reforming.heard()), machine.reforming.quorum
+        electors, missing = len(machine.state.electors), machine.reforming.missing()
         return "reforming", (
-            f"only {heard} of {len(machine.state.electors)} electors are heard and {needed} decide: collecting "
-            f"signatures for a new lineage (call {machine.reforming.k})"
+            f"only {electors - len(missing)} of {electors} electors are heard, without {names(missing)}, and "
+            f"{machine.reforming.quorum} decide: collecting signatures for a new lineage (call {machine.reforming.k})"
         )
     if round_.applying:
         return "applying", f"applying the commit of round {number}"
@@ -37,6 +37,9 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
         return "applying", f"fetching parts of the commit of round {number}"
     if machine.standing.leaving:
         return "leaving", "the other peers were told; waiting to be stopped"
+    kept = machine.probation.says(machine.state)
+    if kept is not None:
+        return "joining", kept
     if chain.member(machine.state, machine.me) is None:
         if machine.wants_membership:
             return "joining", f"the JOIN of round {number} waits for the next commit"
@@ -48,11 +51,18 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
 
 def _working(machine: PeerMachine) -> tuple[str, str]:
     round_, assembly = machine.round, machine.round.assembly
-    lost_s = machine.reforming.lost_since_s
     refused = round_.refusals.get(max(round_.refusals, default=-1))
     aside = "" if refused is None else f"; attempt {max(round_.refusals)} failed here: {refused}"
-    aside += "" if lost_s is None else f"; only {len(machine.reforming.heard())} electors are heard"
+    lost = _lost_quorum(machine)
+    if lost is not None:
+        if machine.reforming.too_few():
+            return "paused", lost
+        aside += f"; {lost}"
+    if machine.meeting.says is not None:
+        aside += f"; {machine.meeting.says}"
     if round_.my_ready is None:
+        if machine.standing.comparing and machine.meeting.says is not None:
+            return "paused", machine.meeting.says
         if machine.standing.remaining_s is None:
             return "training", f"no trainer is attached; the contribution of others is awaited{aside}"
         if round_.asked_until_s is not None:
@@ -81,6 +91,26 @@ def _working(machine: PeerMachine) -> tuple[str, str]:
         return "assembling", f"the roster of attempt {round_.attempt} waits for {names(missing)}{aside}"
     who = names([round_.leader()])
     return "waiting", f"attempt {round_.attempt} waits for the roster of {who}{aside}"
+
+
+def _lost_quorum(machine: PeerMachine) -> str | None:
+    """Who is missing, since when, and what happens next and when; None while a quorum of electors is heard."""
+    reforming, rules = machine.reforming, machine.rules
+    since_s = reforming.lost_since_s
+    if since_s is None:
+        return None
+    now_s = machine.outbox.now_s
+    electors, missing = len(machine.state.electors), reforming.missing()
+    text = (
+        f"only {electors - len(missing)} of {electors} electors are heard, {names(missing)} not for "
+        f"{now_s - since_s:.0f} s"
+    )
+    if reforming.waits_for_the_beginning():
+        return f"{text}: the run begins when {reforming.quorum} are"
+    if reforming.too_few():
+        return f"{text}: paused until {rules.min_peers} members are there (min_peers)"
+    left_s = max(0.0, since_s + rules.fork_timeout_s - now_s)
+    return f"{text}: a new lineage of those that are heard is formed in {left_s:.0f} s"
 
 
 def names(peers: Collection[PeerId]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from protocol.lineages import Place
 from protocol.messages import Commit, PartHeader, Reformed, Roster, Signed, UnitRange
 from protocol.names import Base, Digest, PeerId
 
@@ -105,6 +106,24 @@ class StorageAble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineageLearned:
+    """The answer to `LearnLineage`: the peer's chain is verified from the newest place on that it shares with mine."""
+
+    peer: PeerId
+    mine: tuple[Place, ...]
+    """My chain from the shared place to my tip, as of this answer."""
+    theirs: tuple[Place, ...]
+    """The peer's from the same place on, as far as it was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageUnproven:
+    """The answer to `LearnLineage` when the peer shows no chain that verifies and branches from mine."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveRequested:
     """SIGTERM or `atoll stop`."""
 
@@ -121,6 +140,8 @@ Event: TypeAlias = (
     | PartsFetched
     | Applied
     | StorageAble
+    | LineageLearned
+    | LineageUnproven
     | LeaveRequested
 )
 
@@ -208,6 +229,28 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnLineage:
+    """Have `peer` prove the lineage that it names: answered by `LineageLearned` or `LineageUnproven`, always one."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageLeft:
+    """This peer is a member of the lineage that it followed: its own earlier one is given up for good."""
+
+    left: Base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageResumed:
+    """The lineage that this peer followed did not take it in: the driver restores the earlier one, with a new
+    machine."""
+
+    left: Base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Misbehaved:
     """Bad input from a stranger: counted, logged once."""
 
@@ -253,6 +296,9 @@ Effect: TypeAlias = (
     | Apply
     | NewLineage
     | CatchUp
+    | LearnLineage
+    | LineageLeft
+    | LineageResumed
     | Misbehaved
     | Alarm
     | StateCorrupt

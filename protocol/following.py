@@ -1,8 +1,7 @@
-"""A peer behind its lineage, or on one that lost: how it gets to where the others are (protocol sections 5, 9, 10)."""
+"""A peer behind its lineage: how it gets to where the others are (protocol sections 5 and 9)."""
 
 from __future__ import annotations
 
-from protocol import chain, lineages
 from protocol.events import CatchUp
 from protocol.messages import Fetch
 from protocol.names import Digest, PeerId
@@ -22,9 +21,8 @@ class Follower:
         self.outbox = standing.outbox
         self._pull_s = self._catch_up_s = self.outbox.now_s
         self._behind_since_s: float | None = None
-        self._outvoted_since_s: float | None = None
         self._ahead: Derived[list[tuple[int, PeerId]]] = Derived()
-        self._unopposed: Derived[bool] = Derived()
+        self._pulls = 0
 
     def progressed(self) -> None:
         """A commit was applied, or a lineage born: patience starts anew."""
@@ -43,10 +41,6 @@ class Follower:
             if heard.base.lineage == mine.lineage and heard.base.round > mine.round
         )
 
-    def at_tip(self, record: Record) -> bool:
-        """Whether no member is further than I am: a stranger that says it is keeps nobody from joining."""
-        return not any(chain.member(record.state, peer) for _, peer in self.ahead(record))
-
     def follow(self, record: Record) -> None:
         """Behind my lineage: ask for the next commit, and if that does not help, have the node catch up."""
         ahead = self.ahead(record)
@@ -60,30 +54,20 @@ class Follower:
             self._pull_s = now_s + resend_s / 2
             self.outbox.due(self._pull_s)
             wanted = Fetch(hash=record.base_digest)
-            # The nearest ahead is the likeliest to have it still; the furthest is where to go if not.
-            for peer in dict.fromkeys([ahead[0][1], ahead[-1][1]]):
+            # The nearest ahead is the likeliest to have it still, and the furthest where to go if not. Both may lie
+            # about their rounds: everyone else ahead is asked in turn.
+            turn = ahead[self._pulls % len(ahead)][1]
+            self._pulls += 1
+            for peer in dict.fromkeys([ahead[0][1], turn, ahead[-1][1]]):
                 self.outbox.tell(peer, wanted)
         failures = max((candidate.fetch_failures for candidate in record.candidates.values()), default=0)
         stuck = record.commit is None and self.outbox.due(self._behind_since_s + 3 * resend_s)
         stuck = stuck or (record.commit is not None and failures >= FETCH_FAILURES)
         if stuck or ahead[-1][0] > record.base.round + COMMITS_KEPT:
-            self._catch_up(ahead[-1][1], ahead[-1][0], record.base.lineage)
+            self.catch_up(ahead[-1][1], ahead[-1][0], record.base.lineage)
 
-    def meet(self, record: Record) -> None:
-        """Another lineage of this run is heard: follow it once it has won for long enough."""
-        if self._unopposed.get(self.standing.presence.version, record.base):
-            return
-        verdict = lineages.choose(record.base, self.standing.fresh)
-        if verdict is None:
-            self._outvoted_since_s = None
-            self._unopposed.put(True)
-            return
-        if self._outvoted_since_s is None:
-            self._outvoted_since_s = self.outbox.now_s
-        if self.outbox.due(self._outvoted_since_s + self.rules.fork_timeout_s / 2):
-            self._catch_up(verdict.peer, verdict.round, verdict.lineage)
-
-    def _catch_up(self, peer: PeerId, round_: int, lineage: Digest) -> None:
+    def catch_up(self, peer: PeerId, round_: int, lineage: Digest) -> None:
+        """Have the node get to where `peer` is; not too often."""
         if self.outbox.due(self._catch_up_s):
             self._catch_up_s = self.outbox.now_s + 5 * self.rules.resend_s
             self.outbox.emit(CatchUp(peer=peer, round=round_, lineage=lineage))

@@ -26,6 +26,8 @@ from protocol.events import (
     Frozen,
     HeaderDraft,
     LeaveRequested,
+    LineageLearned,
+    LineageUnproven,
     LinksChanged,
     Misbehaved,
     NewLineage,
@@ -39,6 +41,7 @@ from protocol.events import (
 )
 from protocol.following import Follower
 from protocol.journal import Journal, barred_with, promises_at
+from protocol.meeting import Meeting
 from protocol.messages import (
     Commit,
     Fetch,
@@ -60,6 +63,7 @@ from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.outbox import Outbox
 from protocol.past import Past
 from protocol.presence import Presence
+from protocol.probation import Probation
 from protocol.reform import Reforming
 from protocol.round import Round
 from protocol.rules import Rules
@@ -75,6 +79,8 @@ class PeerMachine:
         journal_lost: there was a journal, and it is gone: this peer does not vote until it has joined anew.
         wants_membership: False for a peer that only follows.
         incarnation: 16 random bytes drawn at this start.
+        left: tip of the lineage that this peer left for the one of `state`, which has not taken it in yet.
+        returns: how often this peer followed another lineage in vain, and came back.
     """
 
     def __init__(
@@ -89,6 +95,8 @@ class PeerMachine:
         wants_membership: bool,
         incarnation: bytes,
         now_s: float,
+        left: Base | None = None,
+        returns: int = 0,
     ) -> None:
         self.rules = rules
         self.me = me
@@ -102,6 +110,7 @@ class PeerMachine:
             presence=Presence(me=me, timeout_s=rules.heartbeat_timeout_s),
             persist=self._persist,
             misbehaved=self._misbehaved,
+            left=left,
         )
         self.state = state
         self.stopped = False
@@ -113,6 +122,8 @@ class PeerMachine:
         self._foreign_states: dict[Digest, set[PeerId]] = {}
         self.announcer = Announcer(self.standing, incarnation)
         self.follower = Follower(self.standing)
+        self.meeting = Meeting(self.standing, state=state, follow=self.follower.catch_up, returns=returns)
+        self.probation = Probation(self.standing, state)
         self._final_since_s: float | None = None
         self.finished = False
         promises = promises_at(state.base, journal, lost=journal_lost)
@@ -131,6 +142,8 @@ class PeerMachine:
         """Take in one event; the effects are to be performed strictly in the order given."""
         self.outbox.now_s = max(now_s, self.outbox.now_s)
         self._refresh()
+        if self.probation.over:
+            return self.outbox.take()
         if not self.stopped and (self._take(event) or self.outbox.now_s >= self.next_wakeup_s):
             self._advance()
         self.next_wakeup_s = self.outbox.wakeup_s
@@ -163,6 +176,10 @@ class PeerMachine:
             case StorageAble():
                 self.standing.able = event.able
                 self.announcer.at_once()
+            case LineageLearned():
+                self.meeting.learned(event)
+            case LineageUnproven():
+                self.meeting.unproven(event.peer)
             case LeaveRequested():
                 self.standing.leaving = True
                 self.announcer.at_once()
@@ -332,6 +349,7 @@ class PeerMachine:
             return
         self.standing.pace.learn(self.round.assembly)
         self.past.applied(self.state, commit)
+        self.meeting.grew(state, commit)
         self._start_round(state, Journal(), -1)
 
     def _reborn(self, reformed: Reformed) -> None:
@@ -343,6 +361,7 @@ class PeerMachine:
         for candidate in self.round.candidates.values():
             candidate.stop(self.outbox)
         self.past.born(old, proof)
+        self.meeting.grew(state)
         # The next promise is written with the new lineage's name; until then the journal speaks of the old one, which
         # is what a restart in between must find.
         self.outbox.emit(NewLineage(reformed=reformed))
@@ -355,6 +374,11 @@ class PeerMachine:
         while not self.stopped:
             self.outbox.wakeup_s = float("inf")
             base = self.state.base
+            self.probation.advance(self.state)
+            if self.probation.over:
+                return
+            if not self.finished and not self.standing.leaving:
+                self.meeting.advance(self.round, self.reforming)
             if self.final:
                 self._finish()
             else:
@@ -368,13 +392,11 @@ class PeerMachine:
                 break
         self.announcer.beat(self.state, self.round.attempt)
         self.announcer.leave(self.state)
-        # JOIN only at the tip.
-        if self.wants_membership and not self.final and self.follower.at_tip(self.round):
+        # JOIN counts only at the tip: elsewhere its base is nobody's. That others claim a later round hinders nobody.
+        if self.wants_membership and not self.final:
             self.announcer.join(self.state)
         if not self.final:
             self.follower.follow(self.round)
-        if not self.finished:
-            self.follower.meet(self.round)
         silence_s = self.standing.presence.next_silence_s(self.outbox.now_s)
         if silence_s is not None:
             # Silence begins after the timeout, not at it.

@@ -26,6 +26,8 @@ class Heard:
     at_s: float
     envelope: bytes = b""
     """The heartbeat as received: the same bytes again say nothing but that the peer lives."""
+    elsewhere: tuple[Base, float] | None = None
+    """The last place that it named on another lineage, and when."""
 
 
 class Presence:
@@ -54,6 +56,10 @@ class Presence:
             del self.heard[longest_ago]
             self._fresh.pop(longest_ago, None)
             self.version += 1
+        elsewhere = None
+        if before is not None:
+            moved = before.base.lineage != beat.base.lineage
+            elsewhere = (before.base, before.at_s) if moved else before.elsewhere
         heard = Heard(
             base=beat.base,
             attempt=beat.attempt,
@@ -61,6 +67,7 @@ class Presence:
             incarnation=beat.incarnation,
             at_s=now_s,
             envelope=envelope,
+            elsewhere=elsewhere,
         )
         self._put(sender, heard)
         said = (heard.base, heard.attempt, heard.able, heard.incarnation)
@@ -94,6 +101,12 @@ class Presence:
             del self._fresh[longest_ago]
             self.version += 1
         return self._fresh
+
+    def bases(self, peer: PeerId, now_s: float) -> list[Base]:
+        """Where `peer` was heard within the timeout: its newest place, and one on another lineage if there is any."""
+        heard = self.heard[peer]
+        recent = [(heard.base, heard.at_s)] + ([] if heard.elsewhere is None else [heard.elsewhere])
+        return [base for base, at_s in recent if at_s >= now_s - self.timeout_s]
 
     def next_silence_s(self, now_s: float) -> float | None:
         """When the next fresh peer falls silent unless it is heard again."""

@@ -106,12 +106,16 @@ class Reforming:
         heard = self.heard()
         if len(heard) >= self.quorum:
             self.standing.quorum_was_heard = True
-        if len(heard) >= self.quorum or not self.member or self.standing.leaving:
+        if len(heard) >= self.quorum or not self.member or self.standing.leaving or self.standing.left is not None:
             self.lost_since_s, self.active = None, False
             return self._born()
         if self.lost_since_s is None:
             self.lost_since_s = self.outbox.now_s
-        if self._not_begun():
+        if self.waits_for_the_beginning():
+            return self._born()
+        if self.too_few():
+            # Nobody is called who could not come to anything: `k` would run away from those who come back.
+            self.active = False
             return self._born()
         if not self._hopeless(heard) and not self.outbox.due(self.lost_since_s + self.rules.fork_timeout_s):
             return self._born()
@@ -133,7 +137,7 @@ class Reforming:
         self._sign()
         return self._born()
 
-    def _not_begun(self) -> bool:
+    def waits_for_the_beginning(self) -> bool:
         """Founders who start at different times have not lost each other: a run begins when a quorum of them is there.
 
         Without this, the first of four to start would go on alone after `T_fork`, and three more lineages follow.
@@ -142,6 +146,15 @@ class Reforming:
         founding = base.round == 0 and base.lineage == initial_lineage(base.run)
         # Without its journal a founder cannot know: a founder alone would wait for itself for ever.
         return founding and self.standing.voting and not self.standing.quorum_was_heard
+
+    def too_few(self) -> bool:
+        """Whether fewer members are heard than a new lineage needs (`min_peers`): this side pauses."""
+        return len(self._candidates()) < self.rules.min_peers
+
+    def missing(self) -> list[PeerId]:
+        """Electors that cannot decide here now: silent, elsewhere, unable or leaving."""
+        heard = self.heard()
+        return [peer for peer in self.state.electors if peer not in heard]
 
     def _hopeless(self, heard: set[PeerId]) -> bool:
         """LEAVEs alone make a quorum impossible, and those who leave are gone: nothing is gained by waiting."""

@@ -207,6 +207,8 @@ class Round(Record):
         """Ask for the contribution when it is due, and say READY without one when others have waited long enough."""
         if not self._may_be_ready() or (self.my_ready is not None and self.my_ready.message.contributes):
             return False
+        if self.standing.comparing and self.my_ready is None:
+            return False
         if self.standing.leaving:
             return self.my_ready is None and self.elector and self._send_ready(Ready(base=self.base))
         first_s, remaining_s = self.assembly.others_first_s(self.me), self.standing.remaining_s

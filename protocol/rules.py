@@ -87,6 +87,11 @@ class Rules:
     final_tokens: int | None = None
 
     @property
+    def settle_s(self) -> float:
+        """`T_settle`: how long a verdict between lineages must hold before the loser follows."""
+        return self.fork_timeout_s / 2
+
+    @property
     def part_count(self) -> int:
         return -(-self.elements // self.part_elements)
 

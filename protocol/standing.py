@@ -77,6 +77,10 @@ class Standing:
     """False in a lineage where earlier promises may be forgotten or were given to another (`Journal.barred`)."""
     quorum_was_heard: bool = False
     """Whether a quorum of electors was ever heard together in this life."""
+    comparing: bool = False
+    """Another lineage has as many live electors: no round is started until it is decided which goes on."""
+    left: Base | None = None
+    """Tip of my earlier lineage, which is kept until the one that I follow has taken me in."""
     leaving: bool = False
     able: bool = True
     remaining_s: float | None = None

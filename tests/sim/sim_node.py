@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,12 @@ from protocol.events import (
     Freeze,
     Frozen,
     HeaderSigned,
+    LearnLineage,
     LeaveRequested,
+    LineageLearned,
+    LineageLeft,
+    LineageResumed,
+    LineageUnproven,
     Misbehaved,
     NewLineage,
     PartHeld,
@@ -39,12 +45,21 @@ from protocol.events import (
     Tick,
     TrainerProgress,
 )
+from protocol.lineages import Place, Position
 from protocol.messages import Commit, PartHeader, Signed
 from protocol.names import Base, Digest, Keyring, PeerId, digest, encode_integer
 from protocol.peer import PeerMachine
 
 if TYPE_CHECKING:
     from sim_world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The chain of a lineage that lost, kept until the winner takes this node in."""
+
+    state: ChainState
+    course: list[Place]
 
 
 class Node:
@@ -61,6 +76,12 @@ class Node:
         """Hashes of the payloads on disk."""
         self.outbox: dict[Digest, Outbox] = {}
         self.account = Account()
+        self.course = [Place.of(state, world.rules)]
+        """Every place of my chain."""
+        self.counted_at: dict[Position, list[int]] = {}
+        """Place → work of mine, a part each, that the commit which led there counted."""
+        self.kept: Left | None = None
+        self.returns = 0
         # The process.
         self.machine: PeerMachine | None = None
         self.engine: Engine | None = None
@@ -101,6 +122,8 @@ class Node:
             wants_membership=True,
             incarnation=digest(self.peer.encode(), encode_integer(self.life))[:16],
             now_s=self.world.now_s,
+            left=None if self.kept is None else self.kept.state.base,
+            returns=self.returns,
         )
         self.journal_lost = False
         self.world.note(self.peer, f"starts in round {self.state.base.round}")
@@ -222,9 +245,16 @@ class Node:
                 self.state = chain.reform_state(before, self.world.rules, effect.reformed)
                 self.world.note(self.peer, f"is on the lineage of {effect.reformed.reform.members}")
                 self.world.oracle.births.add(self.state.base.lineage)
+                self.course.append(Place.of(self.state, self.world.rules))
                 self._train()
             case CatchUp():
                 self._catch_up(effect)
+            case LearnLineage():
+                self._learn(effect)
+            case LineageLeft():
+                self._give_up_left()
+            case LineageResumed():
+                self._resume_left()
             case Misbehaved():
                 forgetful = any(node.had_lost_journal for node in self.world.nodes.values())
                 if self.world.switches.accuse and not forgetful:
@@ -354,12 +384,14 @@ class Node:
                 raise Violation(f"{self.peer} applies part {header.message.part} without holding it")
         outbox = self.outbox.get(state.base.digest())
         lost = False
+        mine = [0] * PARTS
         for header in commit.headers:
             if header is None or effect.my_index is None or not header.message.bitmap >> effect.my_index & 1:
                 continue
             part = header.message.part
             for who, _, value in self.world.oracle.payloads[header.message.hash].contributions:
                 if who == self.peer:
+                    mine[part] += value
                     self.account.counted[part] += value
                     self.account.carried[part] -= value if outbox is None else outbox.values[part]
                     lost = lost or outbox is None
@@ -368,6 +400,9 @@ class Node:
         self.state = chain.next_state(state, self.world.rules, commit, state_after(state, commit))
         if self.state.base.prev != effect.commit_hash:
             raise Violation(f"{self.peer} named the commit of round {state.base.round} wrongly")
+        self.course.append(Place.of(self.state, self.world.rules, commit))
+        if any(mine):
+            self.counted_at[self.course[-1].position] = mine
         self.world.oracle.check_account(self.peer, self.account)
         counted = chain.counted_bits(commit.headers)
         self.committed_s[state.base.round] = self.world.now_s
@@ -380,21 +415,88 @@ class Node:
         self._train()
         self.feed(Applied(round=self.state.base.round, state_hash=self.state.base.state_hash))
 
+    # ------------------------------------------------------------ lineages
+
+    def _reaches(self, source: Node) -> bool:
+        return (
+            source.machine is not None
+            and self.world.connected(source.peer, self.peer)
+            and self.world.connected(self.peer, source.peer)
+        )
+
+    def _learn(self, effect: LearnLineage) -> None:
+        """The other's chain from the newest place on that both share; a peer that this world does not have has none."""
+        source = self.world.nodes.get(effect.peer)
+
+        def arrive() -> None:
+            if source is None or not self._reaches(source):
+                self.feed(LineageUnproven(peer=effect.peer))
+                return
+            place = shared(self.course, source.course) - 1
+            mine, theirs = tuple(self.course[place:]), tuple(source.course[place:])
+            self.feed(LineageLearned(peer=effect.peer, mine=mine, theirs=theirs))
+
+        self.later(self.world.delay_s() * 2, arrive)
+
     def _catch_up(self, effect: CatchUp) -> None:
         def arrive() -> None:
-            source = self.world.nodes[effect.peer]
-            if source.machine is None or not self.world.connected(source.peer, self.peer):
+            source = self.world.nodes.get(effect.peer)
+            if source is None or not self._reaches(source):
                 return
-            ahead = source.state.base.round > self.state.base.round
-            if source.state.base.lineage == self.state.base.lineage and not ahead:
+            if source.state.base.lineage == self.state.base.lineage and len(source.course) <= len(self.course):
                 return
+            if shared(self.course, source.course) < len(self.course):
+                if source.state.base.lineage != effect.lineage:
+                    return
+                self.world.note(self.peer, f"leaves {self.state.base.lineage.hex()[:6]}, round {self.state.base.round}")
+                if self.kept is None:
+                    self.kept = Left(self.state, self.course)
             self.world.note(self.peer, f"catches up with {source.peer}, round {source.state.base.round}")
-            self.state = source.state
-            self.account.reset()
-            self.life += 1
-            self._boot()
+            self.state, self.course = source.state, list(source.course)
+            self._reboot()
 
         self.later(self.world.random.uniform(0.1, 1.0), arrive)
+
+    def _reboot(self) -> None:
+        """A machine of another state: a hard reset for the trainer."""
+        self.account.reset()
+        self.life += 1
+        self._boot()
+
+    def _give_up_left(self) -> None:
+        """What was counted on the lineage that lost is discarded, once."""
+        assert self.kept is not None
+        for place in self.kept.course[shared(self.course, self.kept.course) :]:
+            for part, value in enumerate(self.counted_at.pop(place.position, ())):
+                self.account.counted[part] -= value
+                self.account.discarded[part] += value
+        self.world.note(self.peer, f"gives up {self.kept.state.base.lineage.hex()[:6]}")
+        self.kept, self.returns = None, 0
+        self.world.oracle.check_account(self.peer, self.account)
+        self.world.oracle.check_counted(self.peer, self.account, self.counted_at, self.course)
+
+    def _resume_left(self) -> None:
+        assert self.kept is not None
+        self.world.note(self.peer, f"goes back to {self.kept.state.base.lineage.hex()[:6]}")
+        self.state, self.course = self.kept.state, self.kept.course
+        self.kept, self.returns = None, self.returns + 1
+        self._reboot()
+        frozen = self.outbox.get(self.state.base.digest())
+        if frozen is not None:
+            # It is on disk, and its READY binds: what was reported as discarded may be counted yet.
+            for part, value in enumerate(frozen.values):
+                self.account.discarded[part] -= value
+                self.account.carried[part] += value
+
+
+def shared(one: Sequence[Place], other: Sequence[Place]) -> int:
+    """How many places, from the beginning on, two chains have in common."""
+    count = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine.position != theirs.position:
+            break
+        count += 1
+    return count
 
 
 def describe_event(event: Event) -> str:

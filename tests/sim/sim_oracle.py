@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from sim_model import Account, Outbox, Payload
+from collections.abc import Mapping, Sequence
+
+from sim_model import PARTS, Account, Outbox, Payload
 
 from protocol import chain, wire
 from protocol.chain import ChainState
+from protocol.lineages import Place, Position
 from protocol.messages import Commit
 from protocol.names import Digest, PeerId
 
@@ -64,3 +67,13 @@ class Oracle:
         """I3: produced = counted + carried + discarded."""
         if not account.balanced():
             raise Violation(f"I3: the account of {peer} does not balance: {account}")
+
+    def check_counted(
+        self, peer: PeerId, account: Account, counted_at: Mapping[Position, Sequence[int]], course: Sequence[Place]
+    ) -> None:
+        """I3 over lineages: what a peer holds for counted was counted on the chain that it is on, once."""
+        places = {place.position for place in course}
+        strays = [position for position in counted_at if position not in places]
+        sums = [sum(values[part] for values in counted_at.values()) for part in range(PARTS)]
+        if strays or sums != account.counted:
+            raise Violation(f"I3: {peer} counts {account.counted}, its chain {sums}, {len(strays)} places of others")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from chain_samples import CheapKeyring, make_rules, peers
 
-from protocol import chain, lineages, wire
+from protocol import chain, wire
 from protocol.events import Effect, NewLineage, Persist, Received, Send, Tick
 from protocol.journal import decode_journal
 from protocol.messages import Heartbeat, Reform, Reformed, ReformVote
-from protocol.names import Base, PeerId, digest
+from protocol.names import PeerId
 from protocol.peer import PeerMachine
-from protocol.presence import Heard
 
 THREE = peers(3)
 RULES = make_rules(THREE)
@@ -140,26 +139,3 @@ def test_one_signature_short_is_no_lineage() -> None:
         Received(data=wire.encode(wire.sign(keyring, other, forged)), from_peer=other), SILENT_S + 0.2
     )
     assert not any(isinstance(effect, NewLineage) for effect in effects)
-
-
-def heard(base: Base) -> Heard:
-    return Heard(base=base, attempt=0, able=True, incarnation=b"", at_s=0.0)
-
-
-def place(lineage: bytes, round_: int) -> Base:
-    return Base(run=RULES.run, lineage=lineage, round=round_, prev=digest(b"p"), state_hash=digest(b"s"))
-
-
-def test_when_lineages_meet_both_sides_agree_who_follows() -> None:
-    small, large = sorted([digest(b"one"), digest(b"two")])
-    # More peers win, whatever the round.
-    verdict = lineages.choose(place(small, 90), {"B": heard(place(large, 3)), "C": heard(place(large, 4))})
-    assert verdict is not None
-    assert (verdict.peer, verdict.round, verdict.lineage) == ("C", 4, large)
-    assert lineages.choose(place(large, 3), {"A": heard(place(small, 90)), "C": heard(place(large, 4))}) is None
-    # As many: the further one; as far: the smaller name.
-    assert lineages.choose(place(small, 3), {"B": heard(place(large, 4))}) is not None
-    assert lineages.choose(place(large, 4), {"A": heard(place(small, 3))}) is None
-    assert lineages.choose(place(large, 4), {"A": heard(place(small, 4))}) is not None
-    assert lineages.choose(place(small, 4), {"B": heard(place(large, 4))}) is None
-    assert lineages.choose(place(small, 4), {"B": heard(place(small, 9))}) is None
