@@ -170,7 +170,7 @@ class Lineages:
                 two children of a branching counts for neither.
         """
         root = self._ancestors(mine[0])[-1]
-        paths = {self.me: (self._path(mine),)}
+        paths: dict[PeerId, tuple[Path, ...]] = {self.me: (self._path(mine),)}
         for peer, positions in heard.items():
             found = tuple(self._path(position) for position in positions if self.proven(position))
             if found and self.proven(positions[0]) and found[0][0][0] == root:
@@ -182,7 +182,8 @@ class Lineages:
     def _walk(self, paths: Mapping[PeerId, tuple[Path, ...]]) -> Verdict | None:
         tips = [_Tip(peer, found[0]) for peer, found in paths.items()]
         mine = paths[self.me][0]
-        side, branchings = Side.WINNER, []
+        side = Side.WINNER
+        branchings: list[Branching] = []
         depth = 0
         while True:
             lineage = tips[0].path[depth][0]

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol import chain
 from protocol.chain import ChainState
 from protocol.events import LearnLineage, LineageLearned
 from protocol.lineages import Branching, Lineages, Place, Position, Side, Verdict
 from protocol.messages import Commit
-from protocol.names import Digest, PeerId
+from protocol.names import Base, Digest, PeerId
 from protocol.record import Record
 from protocol.reform import Reforming
 from protocol.standing import Derived, Standing
@@ -212,7 +211,7 @@ class Meeting:
         )
 
 
-def _position(base: chain.Base) -> Position:
+def _position(base: Base) -> Position:
     return base.lineage, base.round
 
 

@@ -18,6 +18,7 @@ import trio
 
 from node.daemon.catch_up import is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
+from node.daemon.lineage_probe import learn_lineage
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import apply_request, exchange_request, part_ref
@@ -233,6 +234,8 @@ class Driver:
                 elif not self._proving:
                     self._proving = True
                     self._nursery.start_soon(self._prove_behind, effect)
+            case events.LearnLineage():
+                self._nursery.start_soon(self._learn_lineage, effect.peer)
             case events.Misbehaved():
                 if self._observations.misbehaved(effect.why):
                     log.warning("bad input from a peer", peer=effect.peer, why=effect.why)
@@ -289,6 +292,12 @@ class Driver:
             self.post(events.Tick())
         else:
             self._observations.count(["later rounds claimed without proof"])
+
+    async def _learn_lineage(self, peer: PeerId) -> None:
+        learned = await learn_lineage(self._network, self._store, peer)
+        if isinstance(learned, events.LineageUnproven):
+            self._observations.count(["lineage claimed without proof"])
+        self.post(learned)
 
     async def _ask(self, request: Callable[[], object]) -> None:
         """A request whose failure the protocol's own deadlines take care of."""

@@ -23,6 +23,7 @@ from node.daemon.run_files import JournalState, load_manifest, read_journal, sav
 from node.errors import StrangerError
 from protocol.chain import ChainState, genesis, lineage_of, next_state, reform_state
 from protocol.commits import verify_commit, verify_reform
+from protocol.lineages import Place
 from protocol.messages import Commit, Reformed
 from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring
 from protocol.rules import Rules
@@ -31,6 +32,10 @@ from protocol.wire import WireError, decode_body, decode_commit, encode_body, en
 __all__ = ["JournalState", "Record", "StateMismatch", "Store", "StoreError", "load_manifest", "save_manifest"]
 
 CHECKPOINT_EVERY_RECORDS = 64
+STATES_KEPT = 64
+"""States of the chain behind the newest records; where lineages part lies mostly there."""
+MARK_EVERY_RECORDS = 256
+"""And behind every so many for good, so that no replay of the log is long."""
 
 log = structlog.get_logger()
 
@@ -64,6 +69,8 @@ class Store:
         """By round: the commit's place in `_entries`."""
         self._state = genesis(rules)
         self._checkpointed = 0
+        self._states: dict[int, ChainState] = {}
+        """Number of records → where the chain stood behind them, for some. The state hash may be certain by now."""
 
     # ------------------------------------------------------------ opening and closing
 
@@ -160,8 +167,12 @@ class Store:
 
     def _state_behind(self, position: int, *, verify: bool = False) -> ChainState:
         """Where the chain stood behind the first `position` records."""
-        state = genesis(self._rules)
-        for entry in self._entries[:position]:
+        state, start = genesis(self._rules), 0
+        if not verify:
+            start = max((count for count in self._states if count <= position), default=0)
+            if start:
+                state = _with_hash(self._states[start], self._entries[start - 1].after.state_hash)
+        for entry in self._entries[start:position]:
             body = self._body(entry)
             if verify:
                 self._verified(state, entry.kind.to_bytes(1, "little") + body)
@@ -253,16 +264,52 @@ class Store:
             state = self._state_behind(position)
             for count, record in enumerate(records):
                 _, content = self._verified(state, record)
-                if isinstance(content, Commit):
-                    state = self._after_commit(_vouched(state, content.roster.message.base), content)
-                else:
-                    state = reform_state(_vouched(state, content.reform.base), self._rules, content)
+                state = self._followed(state, content)
                 mine = self._entries[position + count].after if position + count < len(self._entries) else None
                 theirs = state.base
                 if mine is None or (mine.round, mine.prev, mine.lineage) != (theirs.round, theirs.prev, theirs.lineage):
                     return place, count
                 state, place = _with_hash(state, mine.state_hash), mine
             return place, len(records)
+
+    def course(self, place: Base) -> tuple[Place, ...]:
+        """Every place of this chain from `place` to its tip. Raises `StoreError` if `place` is not on it."""
+        with self._lock:
+            position = self._position_after(place.round, place.prev, place.lineage)
+            if position is None:
+                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            state = self._state_behind(position)
+            places = [Place.of(state, self._rules)]
+            for entry in self._entries[position:]:
+                body = self._body(entry)
+                commit = decode_commit(body) if entry.kind is FrameKind.COMMIT else None
+                state = self._followed(state, commit or decode_body(Reformed, body))
+                places.append(Place.of(state, self._rules, commit))
+            return tuple(places)
+
+    def read_on(self, state: ChainState, records: Sequence[bytes]) -> tuple[ChainState, tuple[Place, ...]]:
+        """Follow a peer's `records` from `state`, verified, without keeping anything: where they lead, and by which
+        places. Raises `StrangerError` or `InvalidCommit`."""
+        places = []
+        for record in records:
+            _, content = self._verified(state, record)
+            state = self._followed(state, content)
+            places.append(Place.of(state, self._rules, content if isinstance(content, Commit) else None))
+        return state, tuple(places)
+
+    def state_at(self, place: Base) -> ChainState:
+        """Where the chain stood at `place`. Raises `StoreError` if that is not on the chain here."""
+        with self._lock:
+            position = self._position_after(place.round, place.prev, place.lineage)
+            if position is None:
+                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            return self._state_behind(position)
+
+    def _followed(self, state: ChainState, content: Commit | Reformed) -> ChainState:
+        """The chain after a record, whose signers vouch for the state hash that it builds on."""
+        if isinstance(content, Commit):
+            return self._after_commit(_vouched(state, content.roster.message.base), content)
+        return reform_state(_vouched(state, content.reform.base), self._rules, content)
 
     def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
         """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).
@@ -281,6 +328,7 @@ class Store:
                 self._opened().cut(self._entries[position].offset, "left")
                 del self._entries[position:]
                 self._commits = [number for number in self._commits if number < position]
+                self._states = {count: known for count, known in self._states.items() if count <= position}
                 self._state, self._checkpointed = state, 0
             self.extend(records, tip_state_hash)
 
@@ -385,7 +433,10 @@ class Store:
         if kind is FrameKind.COMMIT:
             self._commits.append(len(self._entries))
         self._entries.append(Entry(kind=kind, offset=offset, after=state.base))
-        self._state = state
+        self._state = self._states[len(self._entries)] = state
+        outdated = len(self._entries) - STATES_KEPT
+        if outdated % MARK_EVERY_RECORDS:
+            self._states.pop(outdated, None)
         if self._log is not None and len(self._entries) - self._checkpointed >= CHECKPOINT_EVERY_RECORDS:
             self._save(self._log)
 
