@@ -56,14 +56,14 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
     _check_ports(operator, listen)
     ensure_identity(home)
     lock.prepare_socket_directory(home)
-    previous = runs.current(home)
-    run = _run_of(home, operator, previous, report)
+    previous, lost = _previous(home, report)
+    run = None if lost is not None and operator.run is None else _run_of(home, operator, previous, report)
     if run is not None:
         _check_resources(home, run, operator.device)
         runs.make_current(home, run.run_id)
     return DaemonSettings(
         home=str(home.path),
-        run_id=run.run_id.hex() if run else None,
+        run_id=run.run_id.hex() if run else lost.hex() if lost is not None and not join else None,
         resume_run_id=previous.run_id.hex() if run is None and previous else None,
         join=tuple(str(address) for address in join),
         listen=tuple(str(address) for address in listen),
@@ -79,6 +79,26 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
         log_level=operator.log_level,
         log_json=operator.log_json,
     )
+
+
+def _previous(home: Home, report: Callable[[str], None]) -> tuple[HomeRun | None, bytes | None]:
+    """The run of last time; or, where its manifest was damaged, the id of the run that the peers must send it of.
+
+    What is damaged is set aside. Raises `OperatorError` when it cannot be known which run it was.
+    """
+    try:
+        return runs.current(home), None
+    except runs.DamagedFile as error:
+        known = runs.all_of(home) if error.run_id is None else []
+        if error.run_id is None and len(known) != 1:
+            raise
+        aside = error.path.with_name(f"{error.path.name}.damaged")
+        error.path.replace(aside)
+        report(f"{error.path} {error.why}: it is set aside as {aside.name}")
+        if known:
+            runs.make_current(home, known[0].run_id)
+            return known[0], None
+        return None, error.run_id
 
 
 def _run_of(

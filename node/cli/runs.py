@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from blake3 import blake3
@@ -18,6 +20,17 @@ from node.peer_id import verify
 _RUN_ID = re.compile(r"^[0-9a-f]{64}$")
 
 
+class DamagedFile(OperatorError):
+    """A file that names a run of the home cannot be believed."""
+
+    def __init__(self, path: Path, why: str, run_id: bytes | None) -> None:
+        super().__init__(f"{path} {why}; remove it, and join the run again")
+        self.path = path
+        self.why = why
+        self.run_id = run_id
+        """The run that it is about, where that is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HomeRun:
     """A run whose signed manifest lies in the home."""
@@ -27,7 +40,7 @@ class HomeRun:
 
 
 def load(home: Home, run_id: bytes) -> HomeRun | None:
-    """None when the home has no such run. Raises `OperatorError` when its manifest is damaged."""
+    """None when the home has no such run. Raises `DamagedFile`."""
     path = home.manifest_file(run_id)
     try:
         data = path.read_bytes()
@@ -36,23 +49,41 @@ def load(home: Home, run_id: bytes) -> HomeRun | None:
     try:
         _, manifest = decode_signed(data, verify)
     except ManifestError as error:
-        raise OperatorError(f"{path} is damaged ({error}); remove it, and join the run again") from error
+        raise DamagedFile(path, f"is damaged ({error})", run_id) from error
     if manifest.run_id() != run_id:
-        raise OperatorError(f"{path} holds another run's manifest; remove it, and join the run again")
+        raise DamagedFile(path, "holds another run's manifest", run_id)
     return HomeRun(run_id=run_id, manifest=manifest)
 
 
 def current(home: Home) -> HomeRun | None:
-    """The run that plain `atoll daemon` resumes; None when there is none, or its manifest never arrived."""
+    """The run that plain `atoll daemon` resumes; None when there is none, or its manifest never arrived.
+
+    Raises `DamagedFile`, or `OperatorError`.
+    """
     try:
         text = home.current_run_file.read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise OperatorError(f"{home.current_run_file} cannot be read ({error}); remove it") from error
+    except OSError as error:
+        raise OperatorError(f"{home.current_run_file} cannot be read ({error}); make it readable") from error
+    except UnicodeDecodeError as error:
+        raise DamagedFile(home.current_run_file, f"is damaged ({error})", None) from error
     if not _RUN_ID.match(text):
-        raise OperatorError(f"{home.current_run_file} holds {text[:80]!r}, not a run id; remove it")
+        raise DamagedFile(home.current_run_file, f"holds {text[:80]!r}, not a run id", None)
+    if not home.run_directory(bytes.fromhex(text)).is_dir():
+        raise DamagedFile(home.current_run_file, f"names the run {text}, which this home has no folder of", None)
     return load(home, bytes.fromhex(text))
+
+
+def all_of(home: Home) -> list[HomeRun]:
+    """The runs whose manifests are whole."""
+    found = []
+    for folder in sorted((home.path / "runs").glob("*")):
+        if _RUN_ID.match(folder.name):
+            with contextlib.suppress(DamagedFile):
+                if (run := load(home, bytes.fromhex(folder.name))) is not None:
+                    found.append(run)
+    return found
 
 
 def make_current(home: Home, run_id: bytes) -> None:

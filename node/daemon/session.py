@@ -260,12 +260,13 @@ class RunSession:
     async def _obtain_artifacts(self, engine: EngineClient) -> None:
         """Everything the manifest names, from whoever is connected, until it is here."""
         for name, artifact in self.manifest.artifacts.items():
-            if (self._engine_directory / "artifacts" / artifact.hash).exists():
-                continue
+            path = self._engine_directory / "artifacts" / artifact.hash
             while True:
                 sources = tuple(self._network.peers)
+                whole = path.exists() and path.stat().st_size == artifact.length
+                size = f"{name} ({artifact.length / 1e6:.1f} MB)"
                 self._observations.setting_up(
-                    "joining", f"fetching {name} ({artifact.length / 1e6:.1f} MB) from {len(sources)} peers"
+                    "joining", f"checking {size}" if whole else f"fetching {size} from {len(sources)} peers"
                 )
                 try:
                     await engine.fetch_artifact(
@@ -274,7 +275,8 @@ class RunSession:
                         sources=sources,
                         timeout_s=ARTIFACT_TIMEOUT_S,
                     )
-                    log.info("artifact fetched", name=name, bytes=artifact.length)
+                    if not whole:
+                        log.info("artifact fetched", name=name, bytes=artifact.length)
                     break
                 except EngineFailed as error:
                     self._observations.setting_up("joining", f"{name} cannot be had yet: {error}")

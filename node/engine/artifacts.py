@@ -34,12 +34,30 @@ class ArtifactStore:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._lists: dict[bytes, bytes] = {}
+        self._verified: set[bytes] = set()
+        """Artifacts that were whole when this engine looked."""
 
     def path(self, artifact: bytes) -> Path:
         return self._directory / artifact.hex()
 
     def has(self, artifact: bytes) -> bool:
         return self.path(artifact).is_file()
+
+    def is_whole(self, artifact: bytes) -> bool:
+        """Whether it is here and its bytes are its hash; read once in the engine's life.
+
+        One found damaged becomes a download that can go on: only its bad chunks are fetched again.
+        """
+        if artifact in self._verified:
+            return self.has(artifact)
+        if not self.has(artifact):
+            return False
+        if not self.verify(artifact):
+            self._lists.pop(artifact, None)
+            self.path(artifact).replace(self._partial(artifact))
+            return False
+        self._verified.add(artifact)
+        return True
 
     def disk_bytes(self) -> int:
         return disk_bytes(self._directory)

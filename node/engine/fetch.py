@@ -117,8 +117,12 @@ class Fetcher:
 
     async def artifact(self, request: api.FetchArtifact) -> None:
         """Raises `FetchFailed`; what came so far stays and the next request goes on from it."""
-        if await self._threads.bulk(partial(self._artifacts.has, request.hash)):
+        was_here = self._artifacts.has(request.hash)
+        if await self._threads.bulk(partial(self._artifacts.is_whole, request.hash)):
             return
+        if was_here:
+            log.error("artifact %s was damaged on this disk: its bad chunks are fetched again", request.hash.hex())
+            self._dropped.count("an artifact that was damaged on this disk")
         why = [f"no source within {request.timeout_s:g} s"]
         with trio.move_on_after(request.timeout_s):
             sources = list(request.sources)

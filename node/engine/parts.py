@@ -156,6 +156,15 @@ class PartStore:
             self._write_rounds()
         return True
 
+    def forget(self, part_hash: bytes) -> None:
+        """The bytes under this hash are damaged: they count as not here, so that they are fetched again."""
+        with self._lock:
+            for roster in self._rosters.values():
+                roster.parts.pop(part_hash, None)
+            for number, hashes in self._rounds.items():
+                if part_hash in hashes:
+                    self._lacking.setdefault(number, set()).add(part_hash)
+
     def _drop_unneeded(self) -> None:
         with self._lock:
             needed = {part_hash for hashes in self._rounds.values() for part_hash in hashes}

@@ -144,7 +144,13 @@ class SnapshotStore:
     ) -> None:
         """Fill `theta` and `momentum`. Raises `SnapshotError`; a snapshot found corrupt is set aside."""
         path = self._path(round_number, state_hash)
+        was_here = path.is_dir()
         hashes = self.chunk_hashes(round_number, state_hash)
+        if hashes is None and was_here:
+            raise SnapshotError(
+                f"the list of chunk hashes of the snapshot of round {round_number} is corrupt; it was set aside: load "
+                "an older one or fetch it again"
+            )
         if hashes is None:
             raise SnapshotError(f"there is no snapshot of round {round_number} with hash {state_hash.hex()} here")
         with (path / "data").open("rb", buffering=0) as file:

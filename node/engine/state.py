@@ -225,6 +225,7 @@ class OuterState:
     def _read_part(self, part: int, part_hash: bytes, parts: PartStore) -> bytes:
         data = parts.read(part_hash)
         if data is None or chunk_hash(data) != part_hash:
+            parts.forget(part_hash)
             raise StateError(f"the bytes of part {part} ({part_hash.hex()}) are not here or corrupt; fetch them")
         try:
             self._geometry.codec.check(data, self._geometry.part_size(part))

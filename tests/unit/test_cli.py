@@ -176,13 +176,40 @@ def test_a_run_is_created_once_and_resumed(home: Home, monkeypatch: pytest.Monke
 def test_a_damaged_home_is_named(home: Home) -> None:
     home.path.mkdir()
     home.current_run_file.write_text("nonsense\n")
-    assert run(home, "daemon")[2] == f"{home.current_run_file} holds 'nonsense', not a run id; remove it\n"
-    run_id = bytes(32)
-    home.current_run_file.write_text(run_id.hex())
-    home.manifest_file(run_id).parent.mkdir(parents=True)
-    home.manifest_file(run_id).write_bytes(b"torn")
-    code, _, errors = run(home, "daemon")
-    assert (code, errors.endswith("; remove it, and join the run again\n")) == (2, True)
+    sentence = f"{home.current_run_file} holds 'nonsense', not a run id; remove it, and join the run again\n"
+    assert run(home, "daemon")[2] == sentence, "there is no run here that it could have been"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [b"", b"torn", b"\xff\xfe", b"00" * 32], ids=["empty", "torn", "binary", "another"])
+def test_a_damaged_run_file_is_set_aside_where_there_is_one_run(home: Home, damage: bytes) -> None:
+    said: list[str] = []
+    created = prepare(home, resolve(home, {"run": "micro"}), said.append)
+    home.current_run_file.write_bytes(damage)
+    said.clear()
+    assert prepare(home, resolve(home, {}), said.append).run_id == created.run_id
+    assert "it is set aside as run.damaged" in said[0]
+    assert home.current_run_file.read_text().strip() == created.run_id
+    # With two of them nobody knows which it was.
+    prepare(home, resolve(home, {"run": "micro", "set": ("end.rounds=4",)}), said.append)
+    home.current_run_file.write_bytes(damage)
+    with pytest.raises(OperatorError, match="remove it, and join the run again"):
+        prepare(home, resolve(home, {}), said.append)
+
+
+@pytest.mark.slow
+def test_a_damaged_manifest_is_set_aside_and_comes_from_the_peers(home: Home) -> None:
+    said: list[str] = []
+    created = prepare(home, resolve(home, {"run": "micro"}), said.append)
+    assert created.run_id is not None
+    path = home.manifest_file(bytes.fromhex(created.run_id))
+    path.write_bytes(path.read_bytes()[:-1])
+    said.clear()
+    settings = prepare(home, resolve(home, {}), said.append)
+    assert (settings.run_id, settings.resume_run_id) == (created.run_id, None), "the same run, from whoever has it"
+    assert "is damaged" in said[0]
+    assert not path.exists()
+    assert path.with_name("manifest.msgpack.damaged").exists()
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ from blake3 import blake3
 
 from node.engine.api import Open, PartRef
 from node.engine.apply_journal import ApplyJournal, Mark, Phase
+from node.engine.artifacts import ArtifactStore
 from node.engine.geometry import Geometry
 from node.engine.outbox import Contribution, Outbox
 from node.engine.parts import PartStore
-from node.engine.snapshots import MAX_PINS, SnapshotError, SnapshotStore
+from node.engine.snapshots import MAX_CORRUPT, MAX_PINS, SnapshotError, SnapshotStore, split_hashes
 from protocol.codecs import codec
 from protocol.commitment import Commitment
 from protocol.names import digest
@@ -167,6 +168,38 @@ def test_a_contribution_that_went_bad_on_disk_is_not_given_back(tmp_path: Path) 
     assert outbox.find(bytes(32)) is None
 
 
+def test_a_damaged_part_counts_as_not_here(tmp_path: Path) -> None:
+    parts = store(tmp_path)
+    refs = [put(parts, 1, part, bytes([part]) * 4096) for part in range(2)]
+    parts.keep(1, [ref.hash for ref in refs], 20)
+    assert parts.complete_rounds() == (1,)
+    parts.forget(refs[0].hash)
+    assert parts.find(refs[0].hash) is None
+    assert parts.complete_rounds() == ()
+    put(parts, 1, 0, bytes([0]) * 4096)
+    assert parts.complete_rounds() == (1,)
+
+
+def test_a_damaged_artifact_becomes_a_download_that_goes_on(tmp_path: Path) -> None:
+    artifacts = ArtifactStore(tmp_path / "artifacts")
+    data = np.random.default_rng(1).bytes(3_000_000)
+    name = blake3(data).digest()
+    artifacts.path(name).write_bytes(data)
+    chunks = artifacts.chunk_list(name)
+    assert chunks is not None
+    assert artifacts.is_whole(name)
+    spoilt = bytearray(data)
+    spoilt[1_500_000] ^= 1
+    again = ArtifactStore(tmp_path / "artifacts")
+    artifacts.path(name).write_bytes(spoilt)
+    assert not again.is_whole(name)
+    assert not again.has(name)
+    assert again.begin_download(name, len(data), split_hashes(chunks)) == {1}
+    again.put_chunk(name, 1, data[1 << 20 : 2 << 20])
+    assert again.finish_download(name)
+    assert again.is_whole(name)
+
+
 def vectors(seed: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     return rng.standard_normal(2560).astype(np.float32), rng.standard_normal(2304).astype(np.float32)
@@ -251,3 +284,24 @@ def test_sizes_that_make_no_sense_are_refused(change: dict[str, object], message
     }
     with pytest.raises(ValueError, match=message):
         Geometry.of(Open(**(fields | change)))  # type: ignore[arg-type]
+
+
+def test_what_is_found_corrupt_is_kept_apart_with_a_reason_a_few_at_a_time(tmp_path: Path) -> None:
+    snapshots = SnapshotStore(tmp_path / "snapshots", GEOMETRY)
+    saved = []
+    for number in range(MAX_CORRUPT + 2):
+        theta, momentum = vectors(number)
+        saved.append(snapshots.save(number, theta, momentum, expected=state_hash(theta, momentum), check=nothing))
+    snapshots.set_aside(0, bytes(32), "there is none of that name")
+    for number in range(MAX_CORRUPT + 1):
+        snapshots.set_aside(number, saved[number], f"electors hold another state of round {number}")
+    assert [one.round for one in snapshots.complete()] == [MAX_CORRUPT + 1]
+    aside = tmp_path / "snapshots" / "corrupt"
+    kept = {path.name: (path / "why").read_text() for path in aside.iterdir()}
+    assert kept == {
+        f"{number}-{saved[number].hex()}": f"electors hold another state of round {number}\n"
+        for number in range(1, MAX_CORRUPT + 1)
+    }
+    assert snapshots.read_chunk(1, saved[1], 0) is None, "nothing serves it"
+    assert snapshots.drop_oldest(), "room is made of these first"
+    assert len(list(aside.iterdir())) == MAX_CORRUPT - 1
