@@ -38,6 +38,10 @@ class HistoryRound(msgspec.Struct, frozen=True, kw_only=True):
     excluded: dict[str, str] = {}
     state_hash: str
     """Hex; of the state that the round led to."""
+    lineage: str = ""
+    """Hex; that committed it."""
+    leader: str = ""
+    """Peer id whose roster it was: the coordinator of the attempt that was decided."""
     loss: float | None = None
     """This node's mean training loss in the round."""
     validation_loss: float | None = None

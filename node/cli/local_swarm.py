@@ -113,8 +113,19 @@ class LocalSwarm:
         home = Home(self.directory / f"node-{index}")
         peer_id = ensure_identity(home).peer_id
         return LocalNode(
-            index=index, home=home, peer_id=peer_id, address=f"/ip4/127.0.0.1/tcp/{_free_port()}/p2p/{peer_id}"
+            index=index,
+            home=home,
+            peer_id=peer_id,
+            address=f"/ip4/{self.host(index)}/tcp/{_free_port()}/p2p/{peer_id}",
         )
+
+    def host(self, index: int) -> str:
+        """Where node `index` listens. Swarms whose nodes live elsewhere than on loopback say so here."""
+        return "127.0.0.1"
+
+    def launcher(self, index: int) -> Sequence[str]:
+        """What stands before the command of node `index`: for those that run it in a namespace of its own."""
+        return ()
 
     def create_run(self) -> HomeRun:
         """Into the first node's home only: the others fetch it, and its artifacts, from their peers."""
@@ -152,7 +163,8 @@ class LocalSwarm:
         node = self.nodes[index]
         assert not node.running, f"node {index} runs already"
         endpoint = node.address.partition("/p2p/")[0]
-        command = [sys.executable, "-P", "-m", "node.cli.main", "daemon", "--home", str(node.home.path)]
+        command = [*self.launcher(index), sys.executable, "-P", "-m", "node.cli.main", "daemon"]
+        command += ["--home", str(node.home.path)]
         command += ["--listen", endpoint, "--device", self._device, "--threads", str(self._threads)]
         command += ["--name", f"node-{index}", *self._arguments]
         if index != 0 or join is not None:

@@ -147,6 +147,8 @@ class Observations:
             contributors=counted,
             excluded=excluded,
             state_hash=after.base.state_hash.hex(),
+            lineage=before.base.lineage.hex(),
+            leader=commit.roster.sender,
             loss=self.round_loss,
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,

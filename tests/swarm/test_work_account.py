@@ -14,13 +14,7 @@ import psutil
 import pytest
 from daemons import ROUND_S, Daemon, assert_agreed, daemons, wait_all, wait_counted
 
-from node.cli import runs
-from node.daemon.contribution import WorkLedger
-from node.daemon.identity import hold_identity
-from node.daemon.store import Store
-from node.daemon.work_book import enter, read_chain
-from node.daemon.work_file import WorkFile
-from node.manifest import rules_of
+from scripts.soaking.accounts import read_account
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
@@ -44,28 +38,6 @@ def kill(node: Daemon, role: str) -> None:
         process = node.whole_node().get(role)
         if process is not None:
             os.kill(process.pid, signal.SIGKILL)
-
-
-def accounts(node: Daemon) -> tuple[WorkLedger, dict[str, int]]:
-    """A stopped node's account, brought up to its chain; and what that chain counts of each of its peers."""
-    run = runs.current(node.home)
-    assert run is not None
-    rules = rules_of(run.manifest)
-    with hold_identity(node.home) as identity:
-        store = Store(node.home.run_directory(run.run_id), rules, identity)
-        store.open()
-        try:
-            work = WorkFile(node.home.run_directory(run.run_id) / "work").load(rules.part_count)
-            ledger = WorkLedger(work, token_cap=3 * rules.lease_cap_units * rules.unit_tokens)
-            enter(ledger, read_chain(store, identity.peer_id, work.through))
-            peers = {
-                ready.sender
-                for one in range(store.state.base.round)
-                for ready in store.commit_at(one).roster.message.readys
-            }
-            return ledger, {peer: read_chain(store, peer, None).total for peer in peers}
-        finally:
-            store.close()
 
 
 def test_nobody_knows_the_moment_and_all_work_is_accounted_for(tmp_path: Path) -> None:
@@ -97,13 +69,13 @@ def test_nobody_knows_the_moment_and_all_work_is_accounted_for(tmp_path: Path) -
         for node in nodes:
             code, seconds = node.terminate()
             assert (code, seconds <= 10.0) == (0, True), node.output
-        seen = {node.peer_id: accounts(node) for node in nodes}
-        longest = max((chain for _, chain in seen.values()), key=lambda chain: sum(chain.values()))
-        for peer, (ledger, chain) in seen.items():
-            exact = ledger.status().exact
+        accounts = [account for node in nodes if (account := read_account(node.home)) is not None]
+        longest = max(accounts, key=lambda account: account.tip[1])
+        for account in accounts:
+            exact = account.work
             assert exact.missing == 0, exact
             assert min(exact.produced, exact.counted, exact.carried, *exact.discarded.values()) >= 0
-            assert exact.counted == chain[peer], "what is counted is what the chain says"
+            assert exact.counted == account.chain[account.peer], "what is counted is what the chain says"
             # It may have left before the others' last rounds, in which it had no part.
-            assert exact.counted == longest[peer]
-        assert sum(sum(ledger.account.discarded.values()) for ledger, _ in seen.values()) > 0
+            assert exact.counted == longest.chain[account.peer]
+        assert any(account.work.discarded for account in accounts), "not one of twelve deaths cost anything?"

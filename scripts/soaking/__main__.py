@@ -1,0 +1,10 @@
+"""`python -m scripts.soaking`."""
+
+from __future__ import annotations
+
+import sys
+
+from scripts.soaking.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,253 @@
+"""The verdict on a soak, from what was seen and what the homes hold."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from scripts.soaking import slope
+from scripts.soaking.accounts import Account
+from scripts.soaking.conduct import Conductor, Struck
+from scripts.soaking.schedule import Happening, Kind
+from scripts.soaking.slope import Slope
+from scripts.soaking.watch import SeenRound, Watch
+
+LAG_S = 1.5
+"""From a commit to when a node's status shows it here, at most, on a machine that is not stuck."""
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds until nodes contributed again, by kind of event."""
+
+    events: int
+    measured: int
+    """The others hit nothing, were overtaken by the next one, or did not recover before the end."""
+    median_s: float | None
+    worst_s: float | None
+    never: int
+    """Nodes that did not contribute again, though nothing more was done to them."""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """In part-tokens."""
+
+    peer: str
+    produced: int
+    counted: int
+    carried: int
+    discarded: dict[str, int]
+    counted_by_chain: int
+
+    @property
+    def balanced(self) -> bool:
+        rest = self.produced - self.counted - self.carried - sum(self.discarded.values())
+        return rest == 0 and self.counted == self.counted_by_chain
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    seed: int
+    nodes: int
+    minutes: float
+    steps: int
+    machine: str
+    network: str
+    rounds: int
+    rounds_per_minute: float
+    round_s_median: float | None
+    round_s_worst: float | None
+    events: dict[str, int]
+    recoveries: dict[str, Recovery]
+    lineages: int
+    """One more than REFORMs that took effect."""
+    forks: list[str]
+    mismatches: list[str]
+    exclusions: dict[str, int]
+    """By reason, all of them."""
+    unexplained: list[str]
+    work: list[Work]
+    memory_mib_per_hour: dict[str, Slope | None]
+    descriptors_per_hour: dict[str, Slope | None]
+    validation_loss: float | None
+    ended: list[str]
+    late: list[str]
+    left_behind: list[str]
+    one_lineage: bool
+    unbalanced: dict[str, int]
+    """Peers of which a live status did not add up."""
+
+    @property
+    def failures(self) -> list[str]:
+        """Why this soak has failed; none: it has passed."""
+        problems = [f"fork: {fork}" for fork in self.forks]
+        problems += [f"hash mismatch: {mismatch}" for mismatch in self.mismatches]
+        problems += [f"unexplained exclusion: {one}" for one in self.unexplained]
+        problems += [f"work of {one.peer} is not accounted for: {one}" for one in self.work if not one.balanced]
+        problems += [f"a status of {peer} lacked {missing} part-tokens" for peer, missing in self.unbalanced.items()]
+        problems += self.late
+        problems += [f"left behind: {one}" for one in self.left_behind]
+        if not self.rounds:
+            problems.append("no round was committed")
+        if not self.one_lineage:
+            problems.append("the nodes did not end on one lineage")
+        return problems
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def recoveries(struck: Sequence[Struck]) -> dict[str, Recovery]:
+    by_kind: dict[str, list[Struck]] = defaultdict(list)
+    for one in struck:
+        if not one.for_good:
+            by_kind[one.happening.kind.value].append(one)
+    found = {}
+    for kind, all_of_it in sorted(by_kind.items()):
+        took = [one.took_s for one in all_of_it if one.took_s is not None and not one.missed and not one.overtaken]
+        found[kind] = Recovery(
+            events=len(all_of_it),
+            measured=len(took),
+            median_s=statistics.median(took) if took else None,
+            worst_s=max(took, default=None),
+            never=sum(1 for one in all_of_it if one.recovered_s is None and not one.overtaken),
+        )
+    return found
+
+
+def unexplained(rounds: dict[tuple[str, int], SeenRound], struck: Sequence[Struck]) -> list[str]:
+    """Exclusions that no event of ours explains: none had hit the peer or the round's leader without being over.
+
+    A leader that is struck may have lost the others' READYs, or may not have waited for them.
+    """
+    found = []
+    first_counted: dict[str, float] = {}
+    for seen in rounds.values():
+        for peer in seen.contributors:
+            first_counted[peer] = min(first_counted.get(peer, seen.first_s), seen.first_s)
+    for (_, number), seen in sorted(rounds.items(), key=lambda item: item[1].first_s):
+        began_s = seen.first_s - seen.seconds - LAG_S
+        for peer, why in seen.excluded.items():
+            starting = seen.first_s <= first_counted.get(peer, float("inf"))
+            disturbed = any(
+                one.peer in (peer, seen.leader) and one.at_s <= seen.first_s and one.until_s >= began_s
+                for one in struck
+            )
+            if not (starting or disturbed):
+                found.append(f"round {number} at {seen.first_s:.0f} s: {peer[-8:]}: {why}")
+    return found
+
+
+def mismatches(rounds: dict[tuple[str, int], SeenRound]) -> list[str]:
+    return [
+        f"round {number} of lineage {lineage[:12]}: "
+        + ", ".join(f"{state[:12]} at {sorted(nodes)}" for state, nodes in seen.hashes.items())
+        for (lineage, number), seen in rounds.items()
+        if len(seen.hashes) > 1
+    ]
+
+
+def forks(accounts: Sequence[Account], seen: set[str], first_lineage: str) -> list[str]:
+    """Two commits of one round of a lineage, or a lineage that no REFORM made."""
+    commits: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
+    reformed = {first_lineage}
+    for account in accounts:
+        for key, names in account.commits.items():
+            commits[key] |= names
+        reformed |= {lineage.hex() for lineage in account.reformed}
+    found = [
+        f"round {number} of lineage {lineage.hex()[:12]} has {len(names)} commits"
+        for (lineage, number), names in sorted(commits.items())
+        if len(names) > 1
+    ]
+    known = {lineage.hex() for lineage, _ in commits} | seen
+    return found + [f"lineage {lineage[:12]} came without a REFORM" for lineage in sorted(known - reformed)]
+
+
+def work(accounts: Sequence[Account]) -> list[Work]:
+    """Each node's account beside what the longest chain counts of it."""
+    longest = max(accounts, key=lambda account: account.tip[1], default=None)
+    return [
+        Work(
+            peer=account.peer,
+            produced=account.work.produced,
+            counted=account.work.counted,
+            carried=account.work.carried,
+            discarded=account.work.discarded,
+            counted_by_chain=(longest or account).chain.get(account.peer, 0),
+        )
+        for account in accounts
+    ]
+
+
+def slopes(watch: Watch, values: str) -> dict[str, Slope | None]:
+    roles = sorted({life.role for life in watch.lives.values()})
+    scale = 1 / (1 << 20) if values == "resident_bytes" else 1.0
+    return {
+        role: slope.together(
+            (life.times_s, [value * scale for value in getattr(life, values)])
+            for life in watch.lives.values()
+            if life.role == role
+        )
+        for role in roles
+    }
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def judge(
+    conductor: Conductor,
+    accounts: Sequence[Account],
+    *,
+    seed: int,
+    nodes: int,
+    seconds: float,
+    steps: int,
+    machine: str,
+    network: str,
+    first_lineage: str,
+    final_lineages: set[str],
+) -> Report:
+    """`accounts`: of all homes at the end, and of guests whose homes were given away."""
+    watch = conductor.watch
+    lengths = [seen.seconds for seen in watch.rounds.values()]
+    reasons: dict[str, int] = defaultdict(int)
+    for seen in watch.rounds.values():
+        for why in seen.excluded.values():
+            reasons[why] += 1
+    happened = [one.happening for one in conductor.struck]
+    lineages = {lineage for lineage, _ in watch.rounds}
+    return Report(
+        seed=seed,
+        nodes=nodes,
+        minutes=seconds / 60,
+        steps=steps,
+        machine=machine,
+        network=network,
+        rounds=len(watch.rounds),
+        rounds_per_minute=len(watch.rounds) / seconds * 60,
+        round_s_median=statistics.median(lengths) if lengths else None,
+        round_s_worst=max(lengths, default=None),
+        events=count(happened),
+        recoveries=recoveries(conductor.struck),
+        lineages=len(lineages),
+        forks=forks(accounts, lineages, first_lineage),
+        mismatches=mismatches(watch.rounds),
+        exclusions=dict(reasons),
+        unexplained=unexplained(watch.rounds, conductor.struck),
+        work=work(accounts),
+        memory_mib_per_hour=slopes(watch, "resident_bytes"),
+        descriptors_per_hour=slopes(watch, "descriptors"),
+        validation_loss=watch.validation[1] if watch.validation is not None else None,
+        ended=conductor.ended,
+        late=conductor.late,
+        left_behind=conductor.swarm.left_behind,
+        one_lineage=len(final_lineages) == 1,
+        unbalanced=watch.unbalanced,
+    )
+
+
+def count(happenings: Sequence[Happening]) -> dict[str, int]:
+    return {kind.value: found for kind in Kind if (found := sum(1 for one in happenings if one.kind is kind))}

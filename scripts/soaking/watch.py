@@ -1,0 +1,135 @@
+"""What the nodes say while they are disturbed: rounds, hashes, exclusions, memory. It never waits for a node."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import psutil
+
+from node.cli.control import Control
+from node.status import HistoryRound, Status
+from scripts.soaking.swarm import SoakSwarm
+
+SAMPLE_EVERY_S = 5.0
+LOOK_EVERY_S = 0.4
+
+
+@dataclass(kw_only=True)
+class SeenRound:
+    """One round of one lineage, as all nodes together tell of it."""
+
+    first_s: float
+    """When the first node showed it committed, on the soak's clock."""
+    seconds: float
+    contributors: frozenset[str]
+    excluded: dict[str, str]
+    leader: str
+    hashes: dict[str, set[int]]
+    """State hash → nodes that hold it."""
+
+
+@dataclass(kw_only=True)
+class Life:
+    """Samples of one process."""
+
+    role: str
+    times_s: list[float] = field(default_factory=list)
+    resident_bytes: list[float] = field(default_factory=list)
+    descriptors: list[float] = field(default_factory=list)
+
+
+class Watch:
+    """Call `look` often; it takes what has come and asks again."""
+
+    def __init__(self, swarm: SoakSwarm, clock_s: float) -> None:
+        """`clock_s`: the monotonic time that the soak counts from."""
+        self._swarm = swarm
+        self._began_s = clock_s
+        self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="look")
+        self._asked: dict[int, Future[Status | None]] = {}
+        self._next_look_s: dict[int, float] = {}
+        self._next_sample_s = 0.0
+        self.unseen: set[int] = set()
+        """Nodes that are frozen: they cannot answer."""
+        self.rounds: dict[tuple[str, int], SeenRound] = {}
+        self.latest: dict[int, Status] = {}
+        self.answered_s: dict[int, float] = {}
+        self.lives: dict[tuple[int, float], Life] = {}
+        """By process id and its start."""
+        self.unbalanced: dict[str, int] = {}
+        """Peer → part-tokens that were missing from a status of it."""
+        self.validation: tuple[int, float] | None = None
+        """The newest (round, loss)."""
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def newest_round(self) -> int:
+        return max((number for _, number in self.rounds), default=-1)
+
+    def look(self) -> None:
+        now_s = self.now_s
+        for node in self._swarm.nodes:
+            asked = self._asked.get(node.index)
+            if asked is not None and asked.done():
+                del self._asked[node.index]
+                self._next_look_s[node.index] = now_s + LOOK_EVERY_S
+                if (status := asked.result()) is not None:
+                    self._take(node.index, status)
+            elif asked is None and self._may_ask(node.index) and now_s >= self._next_look_s.get(node.index, 0.0):
+                self._asked[node.index] = self._pool.submit(Control(node.home).status_now)
+        if now_s >= self._next_sample_s:
+            self._next_sample_s = now_s + SAMPLE_EVERY_S
+            self._sample()
+
+    def _may_ask(self, index: int) -> bool:
+        return self._swarm.nodes[index].running and index not in self.unseen
+
+    def _take(self, index: int, status: Status) -> None:
+        now_s = self.now_s
+        self.latest[index] = self._swarm.nodes[index].last = status
+        self.answered_s[index] = now_s
+        if status.work.exact.missing:
+            self.unbalanced[status.peer_id] = status.work.exact.missing
+        for line in status.history:
+            self._take_round(index, line, now_s)
+        if status.validation_loss is not None and (self.validation is None or status.round >= self.validation[0]):
+            self.validation = status.round, status.validation_loss
+
+    def _take_round(self, index: int, line: HistoryRound, now_s: float) -> None:
+        key = line.lineage, line.round
+        seen = self.rounds.get(key)
+        if seen is None:
+            self.rounds[key] = SeenRound(
+                first_s=now_s,
+                seconds=line.seconds,
+                contributors=frozenset(line.contributors),
+                excluded=dict(line.excluded),
+                leader=line.leader,
+                hashes={line.state_hash: {index}},
+            )
+            return
+        seen.hashes.setdefault(line.state_hash, set()).add(index)
+        for peer, why in line.excluded.items():
+            # Whoever saw the exchange knows more than who applied its commit.
+            if why not in seen.excluded.get(peer, ""):
+                seen.excluded[peer] = f"{seen.excluded[peer]} / {why}" if peer in seen.excluded else why
+
+    def _sample(self) -> None:
+        for node in self._swarm.nodes:
+            if node.index in self.unseen:
+                continue
+            for role, process in self._swarm.processes(node.index).items():
+                with contextlib.suppress(psutil.Error):
+                    life = self.lives.setdefault((process.pid, process.create_time()), Life(role=role))
+                    life.times_s.append(self.now_s)
+                    life.resident_bytes.append(float(process.memory_info().rss))
+                    life.descriptors.append(float(process.num_fds()))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
