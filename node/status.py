@@ -117,6 +117,18 @@ class WorkStatus(msgspec.Struct, frozen=True, kw_only=True):
     exact: WorkTotals = WorkTotals()
 
 
+class AuditStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Committed parts that this node recomputed from their contributions (protocol section 7)."""
+
+    right: int = 0
+    wrong: int = 0
+    skipped: dict[str, int] = {}
+    """Audits that came to nothing, by reason."""
+    seconds: float = 0.0
+    """Spent on all of them, waiting included."""
+    bytes_received: int = 0
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One node's answer to "what is going on?"."""
 
@@ -169,6 +181,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """False while the disk refuses what must be kept: this node takes part in no round until it works."""
     resident_bytes: dict[str, int] = {}
     """Process ("supervisor", "daemon", "engine", "trainer") → resident memory."""
+    audits: AuditStatus = AuditStatus()
+    caught: dict[str, str] = {}
+    """Peers that are left out for good → what evidence they gave."""
     problems: dict[str, int] = {}
     """What went wrong and was dealt with, counted by reason, since the start."""
     http: str | None = None

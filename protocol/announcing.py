@@ -50,6 +50,7 @@ class Announcer:
     def join(self, state: ChainState) -> None:
         """Ask for membership, unless it is had, or not to be had."""
         allowed = self.rules.allowed_peers is None or self.me in self.rules.allowed_peers
+        allowed = allowed and self.me not in state.banned
         if not allowed or self.standing.leaving or chain.member(state, self.me) is not None:
             return
         if self.outbox.due(self._join_s):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from protocol import chain, planning
 from protocol.chain import ChainState
-from protocol.messages import Join, Leave, Ready, Roster, Signed
+from protocol.messages import Evidence, Join, Leave, Ready, Roster, Signed
 from protocol.names import PeerId
 from protocol.rules import Rules
 
@@ -117,13 +117,20 @@ class Assembly:
         return least_s if any(peer not in self.readys for peer in behind) else now_s
 
     def roster(
-        self, *, attempt: int, leaves: Mapping[PeerId, Signed[Leave]], absent: Collection[PeerId]
+        self,
+        *,
+        attempt: int,
+        leaves: Mapping[PeerId, Signed[Leave]],
+        absent: Collection[PeerId],
+        evidence: tuple[Evidence, ...] = (),
     ) -> Roster | None:
         """The roster of `attempt` from what is here, or None while too few are ready.
 
-        Leaving peers stay out unless their votes are needed for the quorum; `absent` ones stand in it without a slot.
+        Leaving peers, and those that `evidence` catches, stay out unless their votes are needed for the quorum; absent
+        ones, and then those caught, stand in it without a slot.
         """
-        peers = sorted(peer for peer in self.readys if peer not in leaves)
+        caught = {piece.culprit for piece in evidence}
+        peers = sorted(peer for peer in self.readys if peer not in leaves and peer not in caught)
         if sum(peer in self.state.electors for peer in peers) < self.quorum:
             peers = sorted(self.readys)
         if sum(peer in self.state.electors for peer in peers) < self.quorum:
@@ -140,6 +147,7 @@ class Assembly:
             joins=tuple(self.joins[peer] for peer in sorted(self.joins)),
             leaves=tuple(leaves[peer] for peer in sorted(leaves)),
             absent=sum(1 << index for index, peer in enumerate(peers) if attempt > 0 and peer in absent),
+            evidence=evidence,
         )
         # Without those whom an earlier attempt missed, if that leaves enough; else they are given another chance: a
         # round that needs them would never end otherwise.
@@ -147,7 +155,8 @@ class Assembly:
             contributing = planning.contributing_of(roster, self.rules)
             if contributing.bit_count() >= max(1, self.rules.min_peers):
                 return self._with_plan(roster, contributing)
-        return replace(common, absent=0) if common.joins and contributing.bit_count() < self.rules.min_peers else None
+        changes = common.joins or common.evidence
+        return replace(common, absent=0) if changes and contributing.bit_count() < self.rules.min_peers else None
 
     def _with_plan(self, roster: Roster, contributing: int) -> Roster:
         readys = [signed.message for signed in roster.readys]

@@ -143,7 +143,8 @@ class Ballots:
         return True
 
     def vote_first(self) -> bool:
-        record = self.record
+        record, docket = self.record, self.record.standing.docket
+        unproven: str | None = None
         if not self._may_cast(1) or (record.attempt, 2) in record.my_votes:
             return False
         if record.attempt in record.conflicts:
@@ -157,14 +158,15 @@ class Ballots:
             else:
                 candidate.proposed.add(record.attempt)
                 left_out = self.judge.left_out(candidate)
-                why = self.judge.refuses(signed.message, candidate)
+                why = self.judge.refuses(signed.message, candidate) or docket.refuted(candidate.roster)
                 if why is None and left_out:
                     why = f"the roster leaves out the READY of {left_out[0].sender}, which was there in time"
                 if why is not None:
                     candidate.refused = True
                     record.refusals[record.attempt] = why
                     return self._cast(1, NIL, left_out)
-                if self.judge.held(signed, candidate):
+                unproven = docket.unproven(candidate.roster, candidate.signed.sender)
+                if unproven is None and self.judge.held(signed, candidate):
                     decision = chain.decision(record.base_digest, candidate.roster_id, signed.message.headers)
                     may = record.agreement.may_vote(
                         decision, attempt=record.attempt, valid_attempt=signed.message.valid_attempt
@@ -177,7 +179,7 @@ class Ballots:
             return self._cast(1, NIL)
         if not self._timed_out():
             return False
-        record.refusals[record.attempt] = f"nothing to vote for came in time from {record.leader()}"
+        record.refusals[record.attempt] = unproven or f"nothing to vote for came in time from {record.leader()}"
         return self._cast(1, NIL)
 
     def vote_second(self) -> bool:

@@ -38,6 +38,7 @@ from protocol.fields import (
 from protocol.messages import (
     Certificate,
     Commit,
+    Evidence,
     Fetch,
     Have,
     Heartbeat,
@@ -45,6 +46,7 @@ from protocol.messages import (
     Leave,
     Message,
     MessageT,
+    Offence,
     PartHeader,
     Proposal,
     Ready,
@@ -53,6 +55,7 @@ from protocol.messages import (
     ReformVote,
     Roster,
     Signed,
+    Statement,
     UnitRange,
     Vote,
 )
@@ -78,6 +81,7 @@ MAX_BODY_BYTES: Final[dict[type[object], int]] = {
     Heartbeat: _KIB,
     Fetch: _KIB,
     Have: 32 * _MIB + _KIB,
+    Evidence: 4 * _KIB,
 }
 
 
@@ -247,7 +251,7 @@ def _roster(message: pb.Roster) -> Roster:
         plan=plan,
         durations_s=tuple(real(item, "a duration") for item in few(message.durations_s, MAX_LEVELS, "durations")),
         absent=absent,
-        evidence=tuple(few(message.evidence, MAX_EVIDENCE, "pieces of evidence")),
+        evidence=tuple(_evidence(item) for item in few(message.evidence, MAX_EVIDENCE, "pieces of evidence")),
     )
 
 
@@ -269,8 +273,72 @@ def _put_roster(roster: Roster) -> pb.Roster:
         plan=plan,
         durations_s=roster.durations_s,
         absent=bitmap_bytes(roster.absent),
-        evidence=roster.evidence,
+        evidence=[_put_evidence(item) for item in roster.evidence],
     )
+
+
+# ---------------------------------------------------------------- EVIDENCE
+
+
+def _statement(message: pb.Statement) -> tuple[Statement, bytes]:
+    statement = Statement(
+        base=_base(message.base),
+        attempt=integer(message.attempt, "attempt", MAX_ATTEMPT),
+        phase=integer(message.phase, "phase", 2),
+        value=digest_field(message.value, "value of a vote") if message.value else b"",
+        with_work=message.with_work,
+        body_hash=digest_field(message.body_hash, "hash of a body"),
+    )
+    return statement, check_signature(message.signature)
+
+
+def _evidence(message: pb.Evidence) -> Evidence:
+    statements = tuple(_statement(item) for item in few(message.statements, 2, "statements of one peer"))
+    headers = tuple(_signed(PartHeader, item) for item in few(message.headers, 2, "part headers as evidence"))
+    offence = _OFFENCES.get((message.kind, len(statements), len(headers)))
+    if offence is None or message.HasField("base") != (offence is Offence.WRONG_MEAN):
+        raise WireError(
+            f"evidence of kind {message.kind} with {len(statements)} statements and {len(headers)} headers is none"
+        )
+    return Evidence(
+        culprit=peer_id(message.culprit),
+        offence=offence,
+        statements=statements,
+        headers=headers,
+        base=_base(message.base) if message.HasField("base") else None,
+    )
+
+
+def _put_evidence(evidence: Evidence) -> pb.Evidence:
+    return pb.Evidence(
+        culprit=evidence.culprit,
+        kind=next(kind for (kind, _, _), offence in _OFFENCES.items() if offence is evidence.offence),
+        statements=[
+            pb.Statement(
+                base=_put_base(statement.base),
+                attempt=statement.attempt,
+                phase=statement.phase,
+                value=statement.value,
+                with_work=statement.with_work,
+                body_hash=statement.body_hash,
+                signature=signature,
+            )
+            for statement, signature in evidence.statements
+        ],
+        headers=[_put_signed(header) for header in evidence.headers],
+        base=None if evidence.base is None else _put_base(evidence.base),
+    )
+
+
+_OFFENCES: Final[dict[tuple[pb.Kind.ValueType, int, int], Offence]] = {
+    (pb.READY, 2, 0): Offence.TWO_READYS,
+    (pb.ROSTER, 2, 0): Offence.TWO_ROSTERS,
+    (pb.PROPOSAL, 2, 0): Offence.TWO_PROPOSALS,
+    (pb.VOTE, 2, 0): Offence.TWO_VOTES,
+    (pb.PART_HEADER, 0, 2): Offence.TWO_HEADERS,
+    (pb.PART_HEADER, 0, 1): Offence.WRONG_MEAN,
+}
+"""(kind, statements, headers) → what it shows."""
 
 
 # ---------------------------------------------------------------- headers, proposals, votes, commits
@@ -472,6 +540,7 @@ _CODECS: Final[dict[type[object], _Codec]] = {
     Heartbeat: (pb.Heartbeat, _heartbeat, _put_heartbeat),
     Fetch: (pb.Fetch, _fetch, _put_fetch),
     Have: (pb.Have, _have, _put_have),
+    Evidence: (pb.Evidence, _evidence, _put_evidence),
 }
 
 

@@ -20,6 +20,8 @@ from protocol.names import ZERO_DIGEST, Base, Digest, PeerId, digest, encode_int
 from protocol.rules import Quorum, Rules
 from protocol.wire import roster_id as id_of_roster
 
+BANNED_KEPT = 1024
+"""The oldest is forgotten: each was a member, so that whoever fills this has been admitted a thousand times."""
 DEMOTED_ROUNDS = 8
 """Rounds for which the coordinator of a failed attempt comes last."""
 ELECTOR_WINDOW_ROUNDS = 4
@@ -54,6 +56,9 @@ class ChainState:
     cursor_unit: int = 0
     tokens_total: int = 0
     """Tokens counted by all commits, averaged over the elements of the vector."""
+    banned: tuple[PeerId, ...] = ()
+    """Left out for good by evidence in a committed roster, oldest first: neither their READYs nor their JOINs count in
+    this lineage and its children."""
 
 
 # ---------------------------------------------------------------- questions
@@ -201,7 +206,7 @@ def _advance(state: ChainState, rules: Rules, commit: Commit) -> ChainState:
         cursor_unit=state.cursor_unit,
         epoch_units=rules.epoch_units,
     )
-    members, leftover = _next_members(state, roster, counted)
+    members, leftover, caught = _next_members(state, roster, counted)
     supply = supply.give_back(leftover)
     wanted = {ready.sender: ready.message.units_wanted for ready in roster.readys}
     wanted |= {join.sender: join.message.units_wanted for join in roster.joins}
@@ -219,11 +224,16 @@ def _advance(state: ChainState, rules: Rules, commit: Commit) -> ChainState:
         cursor_epoch=supply.cursor_epoch,
         cursor_unit=supply.cursor_unit,
         tokens_total=state.tokens_total + sum(counted_tokens(rules, commit).values()),
+        banned=(*state.banned, *caught)[-BANNED_KEPT:],
     )
 
 
-def _next_members(state: ChainState, roster: Roster, counted: int) -> tuple[dict[PeerId, Member], list[UnitRange]]:
-    """`M` after the commit, before leases are topped up, and the ranges that departed members leave behind."""
+def _next_members(
+    state: ChainState, roster: Roster, counted: int
+) -> tuple[dict[PeerId, Member], list[UnitRange], list[PeerId]]:
+    """`M` after the commit, before leases are topped up; the ranges that departed members leave behind; who of them
+    was caught.
+    """
     round_ = state.base.round
     bit_of = {signed.sender: bit for bit, signed in enumerate(roster.readys)}
     members: dict[PeerId, Member] = {}
@@ -243,15 +253,17 @@ def _next_members(state: ChainState, roster: Roster, counted: int) -> tuple[dict
         if peer not in bit_of and round_ > entry.joined_round and (round_ - 1) not in entry.last_ready_rounds
     }
     joining = {signed.sender for signed in roster.joins} - known
-    if not joining and leaving | missing == known:
+    caught = {evidence.culprit for evidence in roster.evidence}
+    if not joining and known <= leaving | missing | caught:
         # A run without members could never go on: the last ones stay until somebody joins.
         leaving, missing = set(), set()
+        caught = set() if known <= caught else caught
     leftover: list[UnitRange] = []
-    for peer in leaving | missing:
+    for peer in (leaving | missing | caught) & known:
         leftover.extend(members.pop(peer).lease)
     for peer in joining:
         members[peer] = Member(joined_round=round_ + 1)
-    return members, leftover
+    return members, leftover, sorted(caught)
 
 
 def _next_electors(
@@ -349,6 +361,8 @@ def _encode(state: ChainState) -> bytes:
         fields += [_text(peer), encode_integer(until)]
     fields += _ranges(state.returned)
     fields += [encode_integer(item) for item in (state.cursor_epoch, state.cursor_unit, state.tokens_total)]
+    fields.append(encode_integer(len(state.banned)))
+    fields += [_text(peer) for peer in state.banned]
     return b"".join(fields)
 
 

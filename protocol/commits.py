@@ -114,6 +114,9 @@ def verify_reform(state: ChainState, rules: Rules, reformed: Reformed, keyring: 
     if outsiders and rules.quorum is Quorum.TWO_THIRDS:
         # In an open run keys cost nothing: one member and many of its own would outnumber everybody.
         raise InvalidCommit(f"{outsiders[0]} is in a reform of an open run without being a member; let it join first")
+    caught = [peer for peer in reform.members if peer in state.banned]
+    if caught:
+        raise InvalidCommit(f"{caught[0]} is in a reform although evidence has left it out of this run")
     if rules.allowed_peers is not None:
         for peer in reform.members:
             if member(state, peer) is None and peer not in rules.allowed_peers:

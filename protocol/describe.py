@@ -37,6 +37,11 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
         return "applying", f"fetching parts of the commit of round {number}"
     if machine.standing.leaving:
         return "leaving", "the other peers were told; waiting to be stopped"
+    if machine.me in machine.state.banned:
+        return "paused", (
+            "the run has evidence against this node's key and has left it out for good: look in its log, and join with "
+            "a new identity"
+        )
     kept = machine.probation.says(machine.state)
     if kept is not None:
         return "joining", kept

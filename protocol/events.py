@@ -6,10 +6,11 @@ The driver performs effects strictly in the order given: a `Persist` is on disk 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias
 
 from protocol.lineages import Place
-from protocol.messages import Commit, PartHeader, Reformed, Roster, Signed, UnitRange
+from protocol.messages import Commit, Evidence, PartHeader, Reformed, Roster, Signed, UnitRange
 from protocol.names import Base, Digest, PeerId
 
 # ---------------------------------------------------------------- events
@@ -98,6 +99,25 @@ class Applied:
     state_hash: Digest
 
 
+class Verdict(StrEnum):
+    """What came of recomputing a part from the bytes that READYs bind."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    UNKNOWN = "unknown"
+    """Some of the bytes could not be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRecomputed:
+    """The answer to `RecomputePart`, always given, however late."""
+
+    base: Digest
+    """Digest of the commit's base."""
+    part: int
+    verdict: Verdict
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageAble:
     """Whether storing and receiving bytes works; goes out in heartbeats as `able`."""
@@ -139,6 +159,7 @@ Event: TypeAlias = (
     | ExchangeEnded
     | PartsFetched
     | Applied
+    | PartRecomputed
     | StorageAble
     | LineageLearned
     | LineageUnproven
@@ -210,6 +231,25 @@ class Apply:
     commit: Commit
     commit_hash: Digest
     my_index: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputePart:
+    """Recompute a part of an applied commit from its leaves' bytes; answered by `PartRecomputed`. Never urgent."""
+
+    commit: Commit
+    part: int
+    audit: bool
+    """Drawn by lot; False: a peer says that it is wrong."""
+    sources: tuple[PeerId, ...] = ()
+    """Who says that it is wrong: they have the bytes, should the contributors not give them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convicted:
+    """Evidence was verified here: its culprit is not listened to any more. If that is me, my key is in other hands."""
+
+    evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +334,8 @@ Effect: TypeAlias = (
     | HeaderSigned
     | FetchParts
     | Apply
+    | RecomputePart
+    | Convicted
     | NewLineage
     | CatchUp
     | LearnLineage

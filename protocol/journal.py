@@ -104,6 +104,8 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     """Attempts up to this one may have been touched: nothing of theirs is signed again; -1: none."""
     barred: tuple[Digest, ...] = ()
+    lost: bool = False
+    """There was a journal, and nothing is known of what it held."""
 
 
 def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
@@ -115,7 +117,7 @@ def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
         except JournalTorn:
             lost = True
     if lost:
-        return Promises(journal=Journal(), fence=UNKNOWN_PAST, barred=(base.lineage,))
+        return Promises(journal=Journal(), fence=UNKNOWN_PAST, barred=(base.lineage,), lost=True)
     if promised.run != base.run:
         return Promises(journal=Journal(), fence=-1)
     if promised.base == base.digest():

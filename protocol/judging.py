@@ -45,6 +45,7 @@ class Judge:
         why = commits.check_headers(record.rules, candidate.signed, proposal.headers, keyring, held=held)
         if why is not None:
             return why
+        record.compare_headers(candidate, proposal.headers)
         decision = chain.decision(record.base_digest, candidate.roster_id, proposal.headers)
         record.sound.add(decision)
         why = validity.check_result(record.rules, roster, proposal.headers, EVERYTHING)

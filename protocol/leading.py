@@ -49,12 +49,15 @@ class Leader:
         if due_s is None or not record.outbox.due(due_s):
             return False
         absent: set[PeerId] = set()
+        # A peer that says it cannot take part is as good as gone, however much its READY weighs.
+        live = {peer for peer, heard in record.standing.fresh.items() if heard.able} | {record.me}
         for candidate in record.candidates.values():
             if candidate.problem is None and candidate.roster.attempt < record.attempt:
                 bitmaps = [header.message.bitmap for header in candidate.held.values()]
-                absent |= absent_after(candidate.roster, bitmaps, record.standing.fresh.keys() | {record.me})
+                absent |= absent_after(candidate.roster, bitmaps, live)
         leaves = record.standing.presence.leaves
-        roster = record.assembly.roster(attempt=record.attempt, leaves=leaves, absent=absent)
+        evidence = record.standing.docket.for_roster()
+        roster = record.assembly.roster(attempt=record.attempt, leaves=leaves, absent=absent, evidence=evidence)
         if roster is None:
             return False
         signed = record.outbox.sign(roster)

@@ -6,6 +6,7 @@ A `Signed` keeps the body bytes exactly as they arrived: signatures are checked 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
 
 from protocol.names import Base, Digest, PeerId
@@ -62,6 +63,45 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What a signature under a READY, ROSTER, PROPOSAL or VOTE covers: enough to tell if two exclude each other."""
+
+    base: Base
+    attempt: int = 0
+    phase: int = 0
+    """Of a VOTE."""
+    value: Digest = NIL
+    """Of a VOTE."""
+    with_work: bool = False
+    """Of a READY."""
+    body_hash: Digest
+    """BLAKE3 of the body as signed."""
+
+
+class Offence(StrEnum):
+    TWO_READYS = "two READYs with work for one round"
+    TWO_ROSTERS = "two ROSTERs for one attempt"
+    TWO_PROPOSALS = "two PROPOSALs in one attempt"
+    TWO_VOTES = "two VOTEs in one phase of an attempt"
+    TWO_HEADERS = "two results of one part of a roster"
+    WRONG_MEAN = "a result that is not the mean of the contributions it names"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """That `culprit` signed two things of which it may sign one, or a mean that is none (protocol section 7)."""
+
+    culprit: PeerId
+    offence: Offence
+    statements: tuple[tuple[Statement, bytes], ...] = ()
+    """Two, each with its signature, for the first four offences."""
+    headers: tuple[Signed[PartHeader], ...] = ()
+    """Two that differ, or the one that is wrong."""
+    base: Base | None = None
+    """WRONG_MEAN: the base of the round whose commit holds the header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
     base: Base
     attempt: int
@@ -75,7 +115,8 @@ class Roster:
     """Per level, leaves first, from one's own receipt of the roster."""
     absent: int = 0
     """Bitmap of READYs that stand without a slot and without weight."""
-    evidence: tuple[bytes, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    """Against members, one each: the commit leaves them out for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +237,7 @@ Message: TypeAlias = (
     | Heartbeat
     | Fetch
     | Have
+    | Evidence
 )
 MessageT = TypeVar("MessageT", bound=Message)
 

@@ -15,6 +15,7 @@ from protocol import chain, wire
 from protocol.announcing import Announcer
 from protocol.chain import ChainState
 from protocol.describe import describe
+from protocol.docket import Docket
 from protocol.early import EarlyMail
 from protocol.events import (
     Alarm,
@@ -32,6 +33,7 @@ from protocol.events import (
     Misbehaved,
     NewLineage,
     PartHeld,
+    PartRecomputed,
     PartsFetched,
     Persist,
     Received,
@@ -44,6 +46,7 @@ from protocol.journal import Journal, barred_with, promises_at
 from protocol.meeting import Meeting
 from protocol.messages import (
     Commit,
+    Evidence,
     Fetch,
     Have,
     Heartbeat,
@@ -103,11 +106,14 @@ class PeerMachine:
         self.keyring = keyring
         self.wants_membership = wants_membership
         self.outbox = Outbox(me=me, keyring=keyring, now_s=now_s)
+        presence = Presence(me=me, timeout_s=rules.heartbeat_timeout_s)
+        self.docket = Docket(me=me, rules=rules, outbox=self.outbox, presence=presence)
         self.standing = Standing(
             me=me,
             rules=rules,
             outbox=self.outbox,
-            presence=Presence(me=me, timeout_s=rules.heartbeat_timeout_s),
+            presence=presence,
+            docket=self.docket,
             persist=self._persist,
             misbehaved=self._misbehaved,
             left=left,
@@ -118,7 +124,10 @@ class PeerMachine:
         self.next_wakeup_s = now_s
         self._barred: tuple[Digest, ...] = ()
         self.past = Past(self.standing)
+        self.docket.commit_of = self.past.commit_of
         self._early = EarlyMail()
+        self._previous: Round | None = None
+        """The round that my last commit ended."""
         self._foreign_states: dict[Digest, set[PeerId]] = {}
         self.announcer = Announcer(self.standing, incarnation)
         self.follower = Follower(self.standing)
@@ -135,6 +144,9 @@ class PeerMachine:
             promises = promises_at(state.base, None, lost=True)
             self._barred = promises.barred
             self._start_round(state, promises.journal, promises.fence)
+        if promises.lost:
+            # Before anything else: a later life must not take the journal's absence for a beginning.
+            self._persist()
 
     # ------------------------------------------------------------ events
 
@@ -166,6 +178,10 @@ class PeerMachine:
                 self.round.on_parts_fetched(event.roster_id, event.missing)
             case Applied():
                 self._applied(event)
+            case PartRecomputed():
+                why = self.docket.recomputed(event)
+                if why is not None:
+                    self._misbehaved(self.me, why)
             case TrainerProgress():
                 self.standing.remaining_s = event.remaining_s
                 self.standing.units_wanted = event.units_wanted
@@ -207,7 +223,13 @@ class PeerMachine:
         if not wire.verify(self.keyring, signed):
             self._misbehaved(event.from_peer, f"handed over a message that {signed.sender} did not sign")
             return False
+        if signed.sender in self.docket and not isinstance(message, Fetch):
+            return False  # it may still learn what the run decided, but it has no say in it
         match message:
+            case Evidence():
+                why = self.docket.told(signed)
+                if why is not None:
+                    self._misbehaved(signed.sender, why)
             case Fetch():
                 self._serve(signed.sender, message.hash)
                 return False
@@ -247,8 +269,12 @@ class PeerMachine:
         elif base == mine:
             self._route(signed)
         elif isinstance(signed.message, Commit):
+            if self._previous is not None and base == self._previous.base:
+                self._previous.late(signed)
             if self.past.decided_twice(signed, base):
                 self._alarm(f"round {base.round} has two decisions: stop the node and keep its home for a report")
+        elif self._previous is not None and base == self._previous.base:
+            self._previous.late(signed)
         elif base.round in (mine.round, mine.round + 1):
             self._suspect(signed, base)
             self._early.keep(signed)
@@ -325,6 +351,7 @@ class PeerMachine:
 
     def _start_round(self, state: ChainState, promised: Journal, fence: int) -> None:
         self.state = state
+        self.docket.begin(state)
         if chain.member(state, self.me) is None:
             # Whoever is out of M has no vote to give twice; what comes later is a new membership.
             self._barred = tuple(lineage for lineage in self._barred if lineage != state.base.lineage)
@@ -348,9 +375,11 @@ class PeerMachine:
             self._alarm(str(error))
             return
         self.standing.pace.learn(self.round.assembly)
-        self.past.applied(self.state, commit)
+        before, self._previous = self.state, self.round
+        self.past.applied(before, commit)
         self.meeting.grew(state, commit)
         self._start_round(state, Journal(), -1)
+        self.docket.audit(before, commit, state.base.prev)
 
     def _reborn(self, reformed: Reformed) -> None:
         """All of E′ signed: this peer is on the new lineage, same round and state, and voteless in the old one."""
@@ -390,6 +419,7 @@ class PeerMachine:
             self.stopped = self.stopped or any(isinstance(effect, Alarm) for effect in self.outbox.effects)
             if self.state.base == base:
                 break
+        self.docket.advance()
         self.announcer.beat(self.state, self.round.attempt)
         self.announcer.leave(self.state)
         # JOIN counts only at the tip: elsewhere its base is nobody's. That others claim a later round hinders nobody.

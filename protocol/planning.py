@@ -92,14 +92,16 @@ class Traffic:
 def contributing_of(roster: Roster, rules: Rules) -> int:
     """Bitmap of the READYs with a slot; every voter finds the same.
 
-    Without a slot stand READYs that offer nothing, that the roster names as absent, whose numbers are not finite or
-    beyond any sense, and whose norm is more than `norm_limit_ratio` times the median of those left.
+    Without a slot stand READYs that offer nothing, that the roster names as absent or has evidence against, whose
+    numbers are not finite or beyond any sense, and whose norm is more than `norm_limit_ratio` times the median of
+    those left.
     """
     candidates = []
+    culprits = {evidence.culprit for evidence in roster.evidence}
     for index, signed in enumerate(roster.readys):
         ready = signed.message
         sane = math.isfinite(ready.norm) and 0 <= ready.largest <= min(ready.norm * (1 + 1e-6), LARGEST_MAGNITUDE)
-        if ready.contributes and not roster.absent >> index & 1 and sane:
+        if ready.contributes and not roster.absent >> index & 1 and sane and signed.sender not in culprits:
             candidates.append(index)
     if not candidates:
         return 0

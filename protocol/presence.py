@@ -75,6 +75,12 @@ class Presence:
         self.version += news
         return news
 
+    def forget(self, peer: PeerId) -> None:
+        """As if it had never been heard."""
+        self.heard.pop(peer, None)
+        self._fresh.pop(peer, None)
+        self.version += 1
+
     def repeated(self, sender: PeerId, envelope: bytes, now_s: float) -> Heard | None:
         """What a fresh peer said last, if `envelope` are the very same bytes again; it is heard anew."""
         known = self._fresh.get(sender)

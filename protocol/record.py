@@ -36,7 +36,8 @@ class Record:
         self.base = state.base
         self.base_digest = state.base.digest()
         self.fence = fence
-        self.touched = journal.touched_attempt
+        # What cannot be known to be untouched stays so for every later life, too.
+        self.touched = max(journal.touched_attempt, fence)
         self.member = chain.member(state, self.me) is not None
         self.elector = self.me in state.electors
         self.quorum = chain.quorum(state, self.rules)
@@ -89,7 +90,10 @@ class Record:
                 certificate=tuple(wire.encode(vote) for vote in certificate.votes),
             )
         lock = self.agreement.lock
-        kept = [(key, vote) for key, vote in sorted(self.my_votes.items()) if key[0] > self.attempt - ATTEMPTS_KEPT]
+        # Counted from where a later life starts, which may be before the attempt that this one is in: a vote that is
+        # forgotten could be cast again.
+        oldest = self.attempt_voted() - ATTEMPTS_KEPT
+        kept = [(key, vote) for key, vote in sorted(self.my_votes.items()) if key[0] > oldest]
         return Journal(
             run=self.base.run,
             lineage=self.base.lineage,
@@ -202,6 +206,18 @@ class Record:
                 return candidate
         return None
 
+    def compare_headers(self, candidate: Candidate, headers: Headers) -> None:
+        """Results of one part that a root signed differently are evidence against it."""
+        known = {header.message.part: header for header in candidate.held.values()}
+        for header in headers:
+            if header is not None:
+                self.standing.docket.compare(known.get(header.message.part), header)
+
+    def note_readys(self, roster: Roster) -> None:
+        """A roster shows which READYs its leader holds: a second one of the same peer is evidence."""
+        for ready in roster.readys:
+            self.standing.docket.compare(self.assembly.readys.get(ready.sender), ready)
+
     @staticmethod
     def held_parts(candidate: Candidate) -> set[int]:
         return {part for part, _ in candidate.held}
@@ -248,6 +264,7 @@ class Record:
             return
         known = self.proposals.get(proposal.attempt)
         if known is not None:
+            self.standing.docket.compare(known, signed)
             if known.body != signed.body and proposal.attempt not in self.conflicts:
                 self.conflicts.add(proposal.attempt)
                 self.standing.misbehaved(signed.sender, f"made two proposals in attempt {proposal.attempt}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from protocol import chain, commits, validity, wire
 from protocol.ballots import Ballots
@@ -17,12 +18,14 @@ from protocol.events import Alarm, Apply, Freeze, Frozen, HeaderDraft, HeaderSig
 from protocol.fields import MAX_EDGES
 from protocol.journal import Journal
 from protocol.leading import Leader
-from protocol.messages import Commit, Join, PartHeader, Ready, Roster, Signed, Vote
+from protocol.messages import NIL, Commit, Join, PartHeader, Proposal, Ready, Roster, Signed, Vote
 from protocol.names import Digest, PeerId
 from protocol.record import ATTEMPTS_AHEAD, Record
 from protocol.standing import Standing
 from protocol.votes import ATTEMPTS_KEPT
 
+SHOWN_MAX = 64
+"""Proposals that are shown to their voters for another one, in a round."""
 STEPS_MAX = 256
 """Steps of one event; more would be a loop, which the next event goes on with."""
 
@@ -33,6 +36,8 @@ class Round(Record):
     def __init__(self, *, standing: Standing, state: ChainState, journal: Journal, fence: int) -> None:
         super().__init__(standing=standing, state=state, journal=journal, fence=fence)
         self.leads = Leader(self)
+        self.shown: set[tuple[int, PeerId]] = set()
+        """(attempt, voter) to whom I showed the proposal that I have."""
         self.ballots = Ballots(self)
 
     # ------------------------------------------------------------ facts
@@ -45,6 +50,7 @@ class Round(Record):
             if why is not None:
                 self.standing.misbehaved(signed.sender, why)
                 return
+        self.standing.docket.compare(self.assembly.readys.get(signed.sender), signed)
         why = self.assembly.add_ready(signed, self.outbox.now_s)
         if why is not None:
             self.standing.misbehaved(signed.sender, why)
@@ -72,6 +78,7 @@ class Round(Record):
         others = [known for known in self.candidates.values() if known.roster.attempt == roster.attempt]
         if others:
             self.conflicts.add(roster.attempt)
+            self.standing.docket.compare(others[0].signed, signed)
             self.standing.misbehaved(signed.sender, f"sent two different ROSTERs for attempt {roster.attempt}")
             if len(others) > 1 and not asked_for:
                 return
@@ -83,10 +90,14 @@ class Round(Record):
             self.standing.misbehaved(signed.sender, problem)
         self.remember(signed, problem=problem)
         if problem is None:
+            self.note_readys(roster)
             for ready in roster.readys:
                 self.assembly.add_ready(ready, self.outbox.now_s)
 
     def on_vote(self, signed: Signed[Vote]) -> None:
+        vote = signed.message
+        self.standing.docket.compare(self.agreement.of(signed.sender, vote.attempt, vote.phase), signed)
+        self._show_proposal(signed)
         why = self.agreement.add(signed)
         if why is not None:
             self.standing.misbehaved(signed.sender, why)
@@ -100,6 +111,7 @@ class Round(Record):
         """A commit for this base from another peer: why it is not one, or None."""
         decision = chain.decision(self.base_digest, wire.roster_id(commit.roster), commit.headers)
         if self.commit is not None and decision == self.decision_of(self.commit):
+            self._compare(commit)
             return None
         try:
             commits.verify_commit(self.state, self.rules, commit, self.outbox.keyring)
@@ -113,9 +125,50 @@ class Round(Record):
             candidate = self.remember(commit.roster, problem=None)
         elif candidate.problem is not None:
             candidate.problem, candidate.roots = None, roots_of(candidate.roster, self.rules)
+        self._compare(commit)
+        self.compare_headers(candidate, commit.headers)
         self.content(candidate.roster_id, commit.headers)
         self._decide(commit)
         return None
+
+    def _show_proposal(self, signed: Signed[Vote]) -> None:
+        """Somebody votes for another proposal than the one I have: its leader made two, and we are to see both."""
+        vote = signed.message
+        proposal = self.proposals.get(vote.attempt)
+        if vote.phase != 1 or vote.value == NIL or proposal is None or (vote.attempt, signed.sender) in self.shown:
+            return
+        if signed.sender not in self.agreement.electors:
+            return
+        mine = chain.decision(self.base_digest, proposal.message.roster_id, proposal.message.headers)
+        if mine != vote.value and len(self.shown) < SHOWN_MAX:
+            self.shown.add((vote.attempt, signed.sender))
+            self.outbox.send(signed.sender, proposal)
+
+    def late(self, signed: Signed[Any]) -> None:
+        """A message of this round that came when it was over: it decides nothing, but it may show an offence."""
+        match signed.message:
+            case Ready():
+                self.standing.docket.compare(self.assembly.readys.get(signed.sender), signed)
+            case Vote():
+                vote = signed.message
+                self.standing.docket.compare(self.agreement.of(signed.sender, vote.attempt, vote.phase), signed)
+            case Proposal():
+                self.standing.docket.compare(self.proposals.get(signed.message.attempt), signed)
+            case Roster():
+                for known in self.candidates.values():
+                    if known.roster.attempt == signed.message.attempt:
+                        self.standing.docket.compare(known.signed, signed)
+            case Commit():
+                self._compare(signed.message)
+            case _:
+                pass
+
+    def _compare(self, commit: Commit) -> None:
+        """What a commit shows that others have signed, beside what I hold of them."""
+        self.note_readys(commit.roster.message)
+        for vote in commit.certificate.votes:
+            mine = self.agreement.of(vote.sender, vote.message.attempt, vote.message.phase)
+            self.standing.docket.compare(mine, vote)
 
     def on_frozen(self, event: Frozen) -> None:
         """READY with what was frozen. It may replace a READY without work that went out meanwhile, never one with."""
@@ -161,6 +214,7 @@ class Round(Record):
         if candidate is None or candidate.problem is not None or header.part >= len(candidate.roots):
             return
         if signed.sender == candidate.roots[header.part]:
+            self.compare_headers(candidate, (signed,))
             candidate.held[header.part, signed.body] = signed
 
     def on_exchange_ended(self, roster_id: Digest, failed_edges: Iterable[PeerId]) -> None:
@@ -245,7 +299,8 @@ class Round(Record):
         candidate = self.current()
         if candidate is None or candidate.started or candidate.stopped or candidate.roster.plan is None:
             return False
-        if candidate.my_index is None or self.attempt <= self.fence:
+        # Without its promises a peer signs no results either: an earlier life may have, for this very roster.
+        if candidate.my_index is None or self.attempt <= self.fence or not self.standing.voting:
             return False
         candidate.started = True
         self.touch()

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from protocol.assembly import Pace
 from protocol.chain import ChainState
+from protocol.docket import Docket
 from protocol.names import Base, PeerId
 from protocol.outbox import Outbox
 from protocol.presence import Heard, Presence
@@ -68,6 +69,7 @@ class Standing:
     rules: Rules
     outbox: Outbox
     presence: Presence
+    docket: Docket
     persist: Callable[[], None]
     """Puts the journal of the moment before whatever is emitted next."""
     misbehaved: Callable[[PeerId, str], None]

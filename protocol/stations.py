@@ -117,6 +117,14 @@ class Station:
         """From whom I await UP, ascending."""
         return self._tree(part).slots[self.view.my_index]
 
+    def slots_of(self, node: int, part: int) -> tuple[int, ...]:
+        """From whom another node awaits UP, ascending."""
+        return self._tree(part).slots[node]
+
+    def subtree(self, node: int, part: int) -> int:
+        """Bitmap of the contributors at or below a node."""
+        return self._tree(part).subtrees[node]
+
     def receivers(self, part: int) -> tuple[int, ...]:
         """To whom I send or forward DOWN, ascending."""
         return self._tree(part).children[self.view.my_index]

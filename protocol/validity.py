@@ -14,8 +14,9 @@ from typing import Any
 from protocol.chain import ChainState, coordinator, decision, member, quorum
 from protocol.codecs import codec
 from protocol.commits import check_certificate, check_headers
+from protocol.evidence import check_evidence
 from protocol.leases import count, covers
-from protocol.messages import Join, Leave, PartHeader, Proposal, Ready, Roster, Signed
+from protocol.messages import Join, Leave, Offence, PartHeader, Proposal, Ready, Roster, Signed
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.planning import ROSTER_MAX, check_plan, contributing_of
 from protocol.rules import Rules
@@ -69,6 +70,8 @@ def check_join(state: ChainState, rules: Rules, signed: Signed[Join]) -> str | N
         return why
     if member(state, sender) is not None:
         return f"the JOIN of {sender} is a member's"
+    if sender in state.banned:
+        return f"the JOIN of {sender} is of a peer that evidence has left out for good"
     if rules.allowed_peers is not None and sender not in rules.allowed_peers:
         return f"{sender} may not join this run: it is not on the run's list of peers"
     return _check_wanted(rules, join.units_wanted, "JOIN", sender)
@@ -113,8 +116,8 @@ def check_roster(
     leader = coordinator(state, roster.attempt)
     if signed_roster.sender != leader or not verify(keyring, signed_roster):
         return f"the roster is not signed by {leader}, the coordinator of attempt {roster.attempt}"
-    if roster.evidence:
-        return "the roster carries evidence, which this version cannot judge; take it out"
+    if why := _check_evidence(state, rules, roster, keyring):
+        return why
     if why := _check_people(state, rules, roster, keyring):
         return why
     if attempt < TRUSTING_ATTEMPT:
@@ -128,10 +131,25 @@ def check_roster(
     if roster.plan is not None:
         if contributors < rules.min_peers:
             return f"the roster has {contributors} contributors, fewer than min_peers = {rules.min_peers}"
-    elif not roster.joins:
-        return "the roster has no parts and applies no join"
+    elif not roster.joins and not roster.evidence:
+        return "the roster has no parts and applies neither a join nor evidence"
     elif contributors >= rules.min_peers:
         return f"the roster has no parts although {contributors} contributors are ready"
+    return None
+
+
+def _check_evidence(state: ChainState, rules: Rules, roster: Roster, keyring: Keyring) -> str | None:
+    """A wrong mean is only looked at here: whether it is wrong takes the parts' bytes, which a voter asks for."""
+    culprits = [evidence.culprit for evidence in roster.evidence]
+    if any(first >= second for first, second in pairwise(culprits)):
+        return "the roster's evidence is not one piece a peer in ascending order of peer id"
+    for evidence in roster.evidence:
+        # Who was counted and left since is recomputed all the same; what strangers sign concerns nobody.
+        stranger = member(state, evidence.culprit) is None and evidence.offence is not Offence.WRONG_MEAN
+        if stranger or evidence.culprit in state.banned:
+            return f"the roster carries evidence against {evidence.culprit}, who is no member"
+        if why := check_evidence(rules, evidence, keyring):
+            return f"the roster carries evidence that is none: {why}"
     return None
 
 
@@ -167,6 +185,7 @@ def _check_omissions(roster: Roster, held: Collection[PeerId]) -> str | None:
     if len(roster.readys) >= ROSTER_MAX:
         return None
     present = {ready.sender for ready in roster.readys} | {leave.sender for leave in roster.leaves}
+    present |= {evidence.culprit for evidence in roster.evidence}
     for peer in sorted(held):
         if peer not in present:
             return f"the roster leaves out the READY of {peer}, which was there in time"

@@ -1,19 +1,23 @@
 """Envelopes: messages as signed bytes and back (protocol section 3; `proto/round.proto`).
 
 A signature covers `atoll/<kind>/1`, a zero byte and the body as received, so that a body signed as one kind can never
-pass as another. Checks of form are here; whether a message is valid now is `protocol.validity`'s question.
+pass as another. Under READY, ROSTER, PROPOSAL and VOTE it covers, instead of the body, the message's `Statement`, which
+holds the body's hash: two that exclude each other are then shown by a few hundred bytes, however large they are. Checks
+of form are here; whether a message is valid now is `protocol.validity`'s question.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from protocol.bodies import MAX_BODY_BYTES, decode_body, encode_body, make_signed
 from protocol.fields import WireError
 from protocol.messages import (
     Commit,
+    Evidence,
     Fetch,
     Have,
     Heartbeat,
@@ -29,9 +33,10 @@ from protocol.messages import (
     ReformVote,
     Roster,
     Signed,
+    Statement,
     Vote,
 )
-from protocol.names import Digest, Keyring, PeerId, digest
+from protocol.names import Digest, Keyring, PeerId, digest, encode_integer
 from protocol.pb import round_pb2 as pb
 
 __all__ = [
@@ -47,6 +52,8 @@ __all__ = [
     "roster_id",
     "sign",
     "signing_bytes",
+    "statement_bytes",
+    "statement_of",
     "verify",
 ]
 
@@ -65,6 +72,7 @@ _KINDS: Final[dict[type[object], tuple[str, pb.Kind.ValueType]]] = {
     Heartbeat: ("heartbeat", pb.HEARTBEAT),
     Fetch: ("fetch", pb.FETCH),
     Have: ("have", pb.HAVE),
+    Evidence: ("evidence", pb.EVIDENCE),
 }
 _BY_NUMBER: Final[dict[int, type[Any]]] = {number: kind for kind, (_, number) in _KINDS.items()}
 
@@ -79,20 +87,58 @@ def kind_name(kind: type[Message]) -> str:
 
 
 def signing_bytes(kind: type[MessageT], body: bytes) -> bytes:
-    """What a signature under a message of `kind` covers."""
+    """What a signature under a message of `kind` covers, for kinds that have no `Statement`."""
     return b"atoll/" + _KINDS[kind][0].encode() + b"/1\0" + body
+
+
+def statement_of(message: Message, body: bytes) -> Statement | None:
+    """What a signature under this message says, in short; None for kinds whose signatures cover the body itself."""
+    match message:
+        case Ready():
+            return Statement(base=message.base, with_work=message.contributes, body_hash=blake3(body).digest())
+        case Roster() | Proposal():
+            return Statement(base=message.base, attempt=message.attempt, body_hash=blake3(body).digest())
+        case Vote():
+            return Statement(
+                base=message.base,
+                attempt=message.attempt,
+                phase=message.phase,
+                value=message.value,
+                body_hash=blake3(body).digest(),
+            )
+        case _:
+            return None
+
+
+def statement_bytes(kind: type[Message], statement: Statement) -> bytes:
+    """What a signature under a message of `kind` covers whose statement this is."""
+    fields = (
+        statement.base.digest(),
+        encode_integer(statement.attempt),
+        encode_integer(statement.phase),
+        statement.value,
+        encode_integer(statement.with_work),
+        statement.body_hash,
+    )
+    return signing_bytes(kind, digest(b"atoll/statement", *fields))
+
+
+def _covered(message: Message, body: bytes) -> bytes:
+    statement = statement_of(message, body)
+    kind = type(message)
+    return signing_bytes(kind, body) if statement is None else statement_bytes(kind, statement)
 
 
 def sign(keyring: Keyring, sender: PeerId, message: MessageT) -> Signed[MessageT]:
     """`message` signed with the keyring's own key, which must be `sender`'s."""
     body = encode_body(message)
-    signature = keyring.sign(signing_bytes(type(message), body))
+    signature = keyring.sign(_covered(message, body))
     return Signed(sender=sender, message=message, body=body, signature=signature)
 
 
 def verify(keyring: Keyring, signed: Signed[Any]) -> bool:
     """Whether `signed.sender` signed this body as this kind. Signatures nested inside are not looked at."""
-    return keyring.verify(signed.sender, signing_bytes(type(signed.message), signed.body), signed.signature)
+    return keyring.verify(signed.sender, _covered(signed.message, signed.body), signed.signature)
 
 
 def encode(signed: Signed[Any]) -> bytes:

@@ -51,6 +51,9 @@ def status_view(status: Status, *, addresses: bool = True) -> RenderableType:
     ]
     if status.history:
         parts.append(history_table(status.history[-SHOWN_ROUNDS:], status))
+    if status.caught:
+        caught = "; ".join(f"{short(peer)}: {offence}" for peer, offence in sorted(status.caught.items()))
+        parts.append(Text(f"left out for good: {caught}", style="bold red"))
     if status.problems:
         counted = ", ".join(f"{count} × {reason}" for reason, count in sorted(status.problems.items()))
         parts.append(Text(f"problems dealt with: {counted}", style="dim"))

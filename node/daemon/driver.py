@@ -16,6 +16,7 @@ from functools import partial
 import structlog
 import trio
 
+from node.daemon.auditor import Auditor
 from node.daemon.catch_up import is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.lineage_probe import learn_lineage
@@ -108,6 +109,7 @@ class Driver:
         self._observations = observations
         self._storage = storage
         self._max_rounds = max_rounds
+        self._auditor = Auditor(rules=rules, engine=engine, observations=observations, post=self.post)
         self._on_commit = on_commit
         # Without bound: what this node's own processes say is never dropped. Peers fill it no further than their share.
         self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](math.inf)
@@ -144,7 +146,8 @@ class Driver:
             nursery.start_soon(self._from_network)
             while self._outcome is None:
                 self._observations.phase = self.machine.phase
-                if self.machine.phase in BUSY_PHASES:
+                self._auditor.exchanging = self.machine.phase in BUSY_PHASES
+                if self._auditor.exchanging:
                     if self._between_rounds.is_set():
                         self._between_rounds = trio.Event()
                 else:
@@ -198,6 +201,7 @@ class Driver:
                 self._nursery.start_soon(self._training.freeze, effect.base, effect.within_s)
             case events.StartExchange():
                 self._observations.saw_roster()
+                self._auditor.make_way()
                 if effect.my_index is not None:
                     self._nursery.start_soon(self._start_exchange, effect)
             case events.StopExchange():
@@ -218,6 +222,21 @@ class Driver:
                 self._nursery.start_soon(self._fetch_parts, effect)
             case events.Apply():
                 self._nursery.start_soon(self._apply, effect)
+            case events.RecomputePart():
+                self._nursery.start_soon(self._auditor.recompute, effect)
+            case events.Convicted():
+                self._observations.convicted(effect.evidence.culprit, effect.evidence.offence)
+                if effect.evidence.culprit == self.machine.me:
+                    log.critical(
+                        "this node's own key signed what excludes each other: is it in use on another machine?",
+                        offence=effect.evidence.offence.value,
+                    )
+                else:
+                    log.error(
+                        "a peer is caught and left out for good",
+                        peer=effect.evidence.culprit,
+                        offence=effect.evidence.offence.value,
+                    )
             case events.NewLineage():
                 if not await self._stored(CHAIN, partial(self._store.append_reform, effect.reformed)):
                     self._hold(effect)

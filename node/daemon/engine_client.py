@@ -165,6 +165,9 @@ class EngineClient:
         request = api.FetchParts(id=0, headers=headers, sources=sources, timeout_s=timeout_s)
         return await self._ask(request, api.PartsFetched)
 
+    async def recompute(self, request: api.Recompute) -> api.Recomputed:
+        return await self._ask(request, api.Recomputed)
+
     async def fetch_artifact(self, *, hash: bytes, length: int, sources: tuple[str, ...], timeout_s: float) -> api.Done:
         request = api.FetchArtifact(id=0, hash=hash, length=length, sources=sources, timeout_s=timeout_s)
         return await self._ask(request, api.Done)

@@ -75,6 +75,19 @@ class _Collector(Collector):
         for reason, tokens in work.discarded.items():
             discarded.add_metric([reason], tokens)
         yield discarded
+        audits = CounterMetricFamily("atoll_audits", "Committed parts recomputed by this node.", labels=["result"])
+        for result, count in (
+            ("right", status.audits.right),
+            ("wrong", status.audits.wrong),
+            ("skipped", sum(status.audits.skipped.values())),
+        ):
+            audits.add_metric([result], count)
+        yield audits
+        yield CounterMetricFamily("atoll_audit_seconds", "Spent on audits.", value=status.audits.seconds)
+        yield CounterMetricFamily(
+            "atoll_audit_received_bytes", "Received for audits.", value=status.audits.bytes_received
+        )
+        yield GaugeMetricFamily("atoll_caught_peers", "Peers left out for good by evidence.", value=len(status.caught))
         problems = CounterMetricFamily("atoll_problems", "What went wrong and was dealt with.", labels=["reason"])
         for reason, count in status.problems.items():
             problems.add_metric([reason], count)

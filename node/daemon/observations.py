@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import trio
 
-from node.status import MAX_HISTORY_ROUNDS, HistoryRound, LastRound, WorkStatus
+from node.status import MAX_HISTORY_ROUNDS, AuditStatus, HistoryRound, LastRound, WorkStatus
 from protocol.chain import ChainState
+from protocol.events import Verdict
 from protocol.messages import Commit
 from protocol.names import PeerId
 from protocol.weights import tokens_of
@@ -41,11 +42,12 @@ def exclusions(commit: Commit, state: ChainState, seen_here: dict[str, str]) -> 
     bitmap = counted_bitmap(commit)
     why: dict[PeerId, str] = {}
     present = {ready.sender for ready in roster.readys}
+    why |= {evidence.culprit: f"left out for good: {evidence.offence}" for evidence in roster.evidence}
     for peer, _ in state.members:
-        if peer not in present:
+        if peer not in present and peer not in why:
             why[peer] = "its READY was not in the roster"
     for bit, ready in enumerate(roster.readys):
-        if bitmap >> bit & 1:
+        if bitmap >> bit & 1 or ready.sender in why:
             continue
         if not any(tokens_of(ready.message.tokens, part) for part in range(max(1, len(commit.headers)))):
             why[ready.sender] = "voted without work to contribute"
@@ -90,6 +92,9 @@ class Observations:
     problems: Counter[str] = field(default_factory=Counter)
     _misbehaviours: set[str] = field(default_factory=set)
     work: WorkStatus = field(default_factory=WorkStatus)
+    audits: AuditStatus = field(default_factory=AuditStatus)
+    caught: dict[PeerId, str] = field(default_factory=dict)
+    """Peers whose offence was verified here → what it was."""
     disk_bytes: int = 0
     rounds_seen: int = 0
     clock: RoundClock = field(default_factory=lambda: RoundClock(started_s=trio.current_time()))
@@ -179,6 +184,25 @@ class Observations:
             self._misbehaviours.add(why)
         self.problems[why] += 1
         return self.problems[why] == 1
+
+    def saw_recomputation(self, verdict: Verdict, why: str, *, seconds: float, received: int, audit: bool) -> None:
+        skipped = dict(self.audits.skipped)
+        if audit and verdict is Verdict.UNKNOWN:
+            known = why in skipped or len(skipped) < MAX_MISBEHAVIOURS
+            reason = why[:MAX_SENTENCE_CHARACTERS] if known else "other reasons"
+            skipped[reason] = skipped.get(reason, 0) + 1
+        self.audits = AuditStatus(
+            right=self.audits.right + (verdict is Verdict.RIGHT),
+            wrong=self.audits.wrong + (verdict is Verdict.WRONG),
+            skipped=skipped,
+            seconds=self.audits.seconds + seconds,
+            bytes_received=self.audits.bytes_received + received,
+        )
+
+    def convicted(self, peer: PeerId, offence: str) -> None:
+        while len(self.caught) >= MAX_MISBEHAVIOURS:
+            del self.caught[next(iter(self.caught))]
+        self.caught[peer] = str(offence)
 
     def count(self, reasons: Sequence[str]) -> None:
         self.problems.update(reasons)

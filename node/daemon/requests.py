@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from node.engine import api
+from protocol.events import RecomputePart
 from protocol.messages import Commit, PartHeader, Roster, Signed
 from protocol.names import Digest
 from protocol.planning import contributing_of
@@ -57,6 +58,28 @@ def exchange_request(roster_id: Digest, roster: Roster, my_index: int, rules: Ru
         progress_s=rules.progress_s,
         slack_s=rules.slack_s,
         parts_roots=tuple(ready.message.parts_root for ready in roster.readys),
+    )
+
+
+def recompute_request(effect: RecomputePart, rules: Rules, timeout_s: float) -> api.Recompute:
+    roster = effect.commit.roster.message
+    header = effect.commit.headers[effect.part]
+    assert header is not None, "only parts that have a result are recomputed"
+    assert roster.plan is not None, "a roster without parts has no results"
+    return api.Recompute(
+        id=0,
+        base=roster.base.digest(),
+        part=effect.part,
+        bitmap=header.message.bitmap,
+        result_hash=header.message.hash,
+        peers=tuple(ready.sender for ready in roster.readys),
+        contributing=contributing_of(roster, rules),
+        tokens=tuple(ready.message.tokens for ready in roster.readys),
+        shards=tuple(api.ShardPlan(share=shard.share, parents=shard.parents) for shard in roster.plan.shards),
+        parts_roots=tuple(ready.message.parts_root for ready in roster.readys),
+        weight_cap_ratio=rules.weight_cap_ratio,
+        sources=effect.sources,
+        timeout_s=timeout_s,
     )
 
 

@@ -125,6 +125,8 @@ class StatusView:
             disk_bytes=seen.disk_bytes,
             storage_able=seen.storage is None,
             resident_bytes=self._resident_bytes,
+            audits=seen.audits,
+            caught=dict.fromkeys(state.banned, "by the run's evidence") | seen.caught if state is not None else {},
             problems={**seen.problems, **self._network.problems(), **self._dropped_by_engine()},
             http=self.http,
             uptime_s=trio.current_time() - seen.started_s,

@@ -17,7 +17,7 @@ from libp2p.custom_types import TProtocol
 from node.errors import AtollError, StrangerError
 
 CONTROL_PROTOCOL = TProtocol("/atoll/control/1")
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 MAX_HELLO_BYTES = 16 * 1024

@@ -5,7 +5,7 @@ unasked. Digests are 32 raw bytes, peer ids base58. The engine owns the folder `
 
     artifacts/HASH          content-addressed bytes of the manifest (tokenizer, S_0, small data); served to anyone
     parts/ROSTER.*          reduced parts of the last rounds (the round log's bodies), found by hash; served
-    outbox/BASE.*           my encoded contribution of a round, kept until the next freeze
+    outbox/BASE.*           my encoded contributions of the last two freezes, for audits; served
     snapshots/ROUND-HASH/   immutable copies of the outer state (chunk hashes + data); served
     apply.journal           progress mark of the outer step, for restarts
 
@@ -225,6 +225,26 @@ class FetchParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeout_s: float
 
 
+class Recompute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Recompute a committed part from the bytes that READYs bind, asking the contributors for theirs. → Recomputed."""
+
+    id: int
+    base: bytes
+    part: int
+    bitmap: int
+    result_hash: bytes
+    """What the part's header says."""
+    peers: tuple[str, ...]
+    contributing: int
+    tokens: tuple[tuple[tuple[int, int], ...], ...]
+    shards: tuple[ShardPlan, ...]
+    parts_roots: tuple[bytes, ...]
+    weight_cap_ratio: float
+    sources: tuple[str, ...]
+    """Who may have a contribution whose own peer does not give it."""
+    timeout_s: float
+
+
 class FetchArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Get an artifact by hash, in chunks, resumable, from any of `sources`. → Done when it lies in artifacts/."""
 
@@ -275,6 +295,7 @@ Request: TypeAlias = (
     | StopExchange
     | SignedHeader
     | FetchParts
+    | Recompute
     | FetchArtifact
     | FetchSnapshot
     | Inventory
@@ -325,6 +346,15 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PartsFetched(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: int
     missing: tuple[int, ...]
+
+
+class Recomputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: int
+    verdict: str
+    """`right`, `wrong`, or `unknown`: some bytes could not be had."""
+    why: str
+    """Of `unknown`: one sentence."""
+    bytes_received: int
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,5 +445,5 @@ class StorageWorks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Event: TypeAlias = (
     TokenWanted | HeaderWanted | PartHeld | PayloadDropped | ExchangeEnded | PeerRate | StorageFailed | StorageWorks
 )
-Answer: TypeAlias = Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Inventoried
+Answer: TypeAlias = Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Recomputed | Inventoried
 FromEngine: TypeAlias = Answer | Event

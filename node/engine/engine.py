@@ -23,6 +23,7 @@ from node.engine.fetch import Fetcher, FetchFailed
 from node.engine.geometry import Geometry
 from node.engine.outbox import Outbox
 from node.engine.parts import PartStore
+from node.engine.recompute import KeptLeaves, Recomputer
 from node.engine.requests import Requester, Responder
 from node.engine.serving import Serving
 from node.engine.snapshots import SnapshotError, SnapshotStore
@@ -68,10 +69,12 @@ class Engine:
         self._keeper = PartKeeper(self._parts, self._threads, say, self._give_up_oldest)
         self._requester = Requester()
         self._serving = Serving(exchanging=lambda: self._traffic.exchanging, dropped=self.dropped)
+        kept = KeptLeaves()
         responder = Responder(
             parts=self._parts,
             artifacts=self._artifacts,
             snapshots=self._snapshots,
+            leaves=lambda parts_root, part: self._outbox.leaf(parts_root, part) or kept.find(parts_root, part),
             threads=self._threads,
             serving=self._serving,
             dropped=self.dropped,
@@ -97,6 +100,14 @@ class Engine:
             snapshots=self._snapshots,
             threads=self._threads,
         )
+        self._recomputer = Recomputer(
+            geometry=self._geometry,
+            switchboard=self._switchboard,
+            requester=self._requester,
+            outbox=self._outbox,
+            kept=kept,
+            threads=self._threads,
+        )
         self._exchange_scopes: dict[bytes, trio.CancelScope] = {}
         self._headers: dict[tuple[bytes, int], _Pending] = {}
         self._to_state, self._state_requests = trio.open_memory_channel[StateRequest](QUEUE_LENGTH)
@@ -114,6 +125,7 @@ class Engine:
 
     def close(self) -> None:
         self._parts.close()
+        self._outbox.close()
 
     # ---------------------------------------------------------------- requests
 
@@ -138,6 +150,9 @@ class Engine:
                     pending.arrived.set()
             case api.FetchParts() | api.FetchArtifact() | api.FetchSnapshot():
                 self._nursery.start_soon(self._answer, request.id, partial(self._fetch, request))
+                return
+            case api.Recompute():
+                self._nursery.start_soon(self._answer, request.id, partial(self._recomputer.run, request))
                 return
             case api.KeepCommits():
                 self._nursery.start_soon(self._answer, request.id, partial(self._keep_commits, request))

@@ -92,7 +92,15 @@ class Exchange:
         self._emit = emit
         self._want_header = want_header
         self._index = {peer_id: index for index, peer_id in enumerate(request.peers)}
-        self._machine = ExchangeMachine(_view(request, geometry), trio.current_time())
+        view = view_of(
+            request,
+            geometry,
+            my_index=request.my_index,
+            durations_s=request.durations_s,
+            progress_s=request.progress_s,
+            slack_s=request.slack_s,
+        )
+        self._machine = ExchangeMachine(view, trio.current_time())
         self._started_s = trio.current_time()
         longest_s = max(request.durations_s, default=0.0)
         self._last_s = self._started_s + longest_s + request.slack_s + request.progress_s
@@ -464,18 +472,27 @@ class Exchange:
             await self._hold(ref, data)
 
 
-def _view(request: api.Exchange, geometry: Geometry) -> ExchangeView:
+def view_of(
+    request: api.Exchange | api.Recompute,
+    geometry: Geometry,
+    *,
+    my_index: int = 0,
+    durations_s: tuple[float, ...] = (),
+    progress_s: float = 0.0,
+    slack_s: float = 0.0,
+) -> ExchangeView:
+    """What a request says of its roster; whoever only recomputes has no place and no deadlines in it."""
     plan = Plan(shards=tuple(Shard(share=shard.share, parents=shard.parents) for shard in request.shards))
     return ExchangeView(
-        my_index=request.my_index,
+        my_index=my_index,
         contributing=request.contributing,
         plan=plan,
         dealt=deal(request.base, geometry.part_count, plan),
         tokens=request.tokens,
         weight_cap_ratio=request.weight_cap_ratio,
-        durations_s=request.durations_s,
-        progress_s=request.progress_s,
-        slack_s=request.slack_s,
+        durations_s=durations_s,
+        progress_s=progress_s,
+        slack_s=slack_s,
         elements=geometry.elements,
         part_elements=geometry.part_elements,
         codec=geometry.codec.name,

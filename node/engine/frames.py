@@ -97,12 +97,14 @@ class Subject(IntEnum):
     """The hashes of an artifact's chunks."""
     SNAPSHOT = 4
     SNAPSHOT_CHUNKS = 5
+    LEAF = 6
+    """A part of a contribution, by its READY's root: codec bytes, then their proof (`protocol.commitment`)."""
 
 
 class AskMeta(msgspec.Struct, frozen=True, array_like=True):
     subject: int
     chunk: int = 0
-    """Which chunk, of artifacts and snapshots."""
+    """Which chunk, of artifacts and snapshots; which part, of a contribution."""
     round: int = 0
     """Of a snapshot."""
 

@@ -1,5 +1,7 @@
 """My encoded contributions: frozen once per round, the same bytes for every attempt (protocol section 4.1).
 
+The one before is kept, too: its parts are audited until the next commit (section 7).
+
 outbox/BASE.data   the encoding of part p at p × slot bytes
 outbox/BASE.meta   hashes of all parts, norm and largest magnitude; written last, so its presence means "durable"
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -39,12 +42,12 @@ class OutboxWriter:
         write_at(self._fd, data, part * self._outbox.geometry.slot_bytes)
 
     def finish(self, contribution: Contribution) -> None:
-        """Make it durable, and forget the contributions of other rounds. Raises `OSError`."""
+        """Make it durable, and forget the contributions before the last one. Raises `OSError`."""
         os.fsync(self._fd)
         self.close()
         path = self._outbox.directory / f"{self._base.hex()}.meta"
         write_atomic(path, msgspec.msgpack.encode(contribution))
-        self._outbox.forget_others(self._base)
+        self._outbox.forget_old(self._base)
 
     def discard(self) -> None:
         """It cannot be stored: give the room back."""
@@ -96,6 +99,43 @@ class Outbox:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.geometry = geometry
+        self._lock = threading.Lock()
+        self._served: dict[bytes, OutboxReader] = {}
+        """By root: contributions that somebody has asked for."""
+
+    def leaf(self, parts_root: bytes, part: int) -> bytes | None:
+        """A part of the contribution that `parts_root` binds, then its proof; None: it is not here, or went bad."""
+        if not 0 <= part < self.geometry.part_count:
+            return None
+        reader = self._reader_of(parts_root)
+        if reader is None:
+            return None
+        try:
+            return reader.read(part) + reader.commitment.proof(part)
+        except OSError:
+            return None
+
+    def _reader_of(self, parts_root: bytes) -> OutboxReader | None:
+        with self._lock:
+            if parts_root in self._served:
+                return self._served[parts_root]
+            for path in self.directory.glob("*.meta"):
+                try:
+                    base = bytes.fromhex(path.stem)
+                except ValueError:
+                    continue
+                found = self.find(base)
+                if found is not None and found.parts_root == parts_root:
+                    reader = OutboxReader(self.directory, base, self.geometry, found)
+                    self._served[parts_root] = reader
+                    return reader
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            for reader in self._served.values():
+                reader.close()
+            self._served.clear()
 
     def find(self, base: bytes) -> Contribution | None:
         """The durable contribution of `base`, if there is one."""
@@ -119,8 +159,13 @@ class Outbox:
     def disk_bytes(self) -> int:
         return disk_bytes(self.directory)
 
-    def forget_others(self, base: bytes) -> None:
+    def forget_old(self, base: bytes) -> None:
+        """Keep that of `base` and the one frozen before it: until the next commit others may audit that one."""
+        self.close()
+        others = [path for path in self.directory.glob("*.meta") if path.stem != base.hex()]
+        newest = max(others, key=lambda path: path.stat().st_mtime_ns, default=None)
+        kept = {base.hex()} if newest is None else {base.hex(), newest.stem}
         for path in self.directory.iterdir():
-            if not path.name.startswith(base.hex()):
+            if path.stem not in kept:
                 path.unlink(missing_ok=True)
         sync_directory(self.directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -119,10 +120,13 @@ class Responder:
         parts: PartStore,
         artifacts: ArtifactStore,
         snapshots: SnapshotStore,
+        leaves: Callable[[bytes, int], bytes | None],
         threads: Threads,
         serving: Serving,
         dropped: Drops,
     ) -> None:
+        """`leaves`: a contribution's part with its proof, by its READY's root and the part's number."""
+        self._leaves = leaves
         self._serving = serving
         self._parts = parts
         self._artifacts = artifacts
@@ -172,6 +176,8 @@ class Responder:
                     return self._artifacts.chunk_list(content)
                 case Subject.SNAPSHOT:
                     return self._snapshots.read_chunk(question.round, content, question.chunk)
+                case Subject.LEAF:
+                    return self._leaves(content, question.chunk)
                 case Subject.SNAPSHOT_CHUNKS:
                     hashes = self._snapshots.chunk_hashes(question.round, content)
                     return None if hashes is None else b"".join(hashes)

@@ -117,6 +117,11 @@ class Switchboard:
 
     # ---------------------------------------------------------------- dialling
 
+    @property
+    def peer_id(self) -> str:
+        """Of this node."""
+        return self._peer_id
+
     async def reach(self, peer_id: str, *, within_s: float, eager: bool = False, attempts: int = DIAL_ATTEMPTS) -> Link:
         """A link to `peer_id`, made if there is none. `eager` dials at once, whoever's turn it is.
 

@@ -4,7 +4,8 @@ isort:skip_file
 The wire format of a round's messages (docs/protocol.md, section 3).
 
 Everything between peers is an Envelope. A signature covers the domain of its kind and the body bytes exactly as they
-were received: a receiver keeps those bytes, nests them verbatim, and never serialises them again to verify.
+were received (READY, ROSTER, PROPOSAL, VOTE: a Statement with their hash): a receiver keeps those bytes, nests them
+verbatim, and never serialises them again to verify.
 """
 
 from collections import abc as _abc
@@ -44,6 +45,7 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     HEARTBEAT: _Kind.ValueType  # 12
     FETCH: _Kind.ValueType  # 13
     HAVE: _Kind.ValueType  # 14
+    EVIDENCE: _Kind.ValueType  # 15
 
 class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
 
@@ -62,6 +64,7 @@ REFORMED: Kind.ValueType  # 11
 HEARTBEAT: Kind.ValueType  # 12
 FETCH: Kind.ValueType  # 13
 HAVE: Kind.ValueType  # 14
+EVIDENCE: Kind.ValueType  # 15
 Global___Kind: _TypeAlias = Kind  # noqa: Y015
 
 @_typing.final
@@ -367,7 +370,7 @@ class Roster(_message.Message):
     @_builtins.property
     def durations_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
-    def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def evidence(self) -> _containers.RepeatedCompositeFieldContainer[Global___Evidence]: ...
     def __init__(
         self,
         *,
@@ -379,7 +382,7 @@ class Roster(_message.Message):
         plan: Global___Plan | None = ...,
         durations_s: _abc.Iterable[_builtins.float] | None = ...,
         absent: _builtins.bytes = ...,
-        evidence: _abc.Iterable[_builtins.bytes] | None = ...,
+        evidence: _abc.Iterable[Global___Evidence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -649,6 +652,91 @@ class Reformed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reformed: _TypeAlias = Reformed  # noqa: Y015
+
+@_typing.final
+class Statement(_message.Message):
+    """What a signature under a READY, ROSTER, PROPOSAL or VOTE covers: as much of it as tells whether two exclude each other,
+    and the hash of its body.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    WITH_WORK_FIELD_NUMBER: _builtins.int
+    BODY_HASH_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    phase: _builtins.int
+    value: _builtins.bytes
+    with_work: _builtins.bool
+    body_hash: _builtins.bytes
+    signature: _builtins.bytes
+    @_builtins.property
+    def base(self) -> Global___Base: ...
+    def __init__(
+        self,
+        *,
+        base: Global___Base | None = ...,
+        attempt: _builtins.int = ...,
+        phase: _builtins.int = ...,
+        value: _builtins.bytes = ...,
+        with_work: _builtins.bool = ...,
+        body_hash: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "body_hash", b"body_hash", "phase", b"phase", "signature", b"signature", "value", b"value", "with_work", b"with_work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Statement: _TypeAlias = Statement  # noqa: Y015
+
+@_typing.final
+class Evidence(_message.Message):
+    """That `culprit` signed two things of which it may sign one, or a mean that is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CULPRIT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    STATEMENTS_FIELD_NUMBER: _builtins.int
+    HEADERS_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    culprit: _builtins.str
+    kind: Global___Kind.ValueType
+    """Of what was signed."""
+    @_builtins.property
+    def statements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Statement]:
+        """Two for READY, ROSTER, PROPOSAL, VOTE."""
+
+    @_builtins.property
+    def headers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Signed]:
+        """Two that differ, or the one whose part is not the mean of its bitmap."""
+
+    @_builtins.property
+    def base(self) -> Global___Base:
+        """With one header: the base of the round whose commit holds it."""
+
+    def __init__(
+        self,
+        *,
+        culprit: _builtins.str = ...,
+        kind: Global___Kind.ValueType = ...,
+        statements: _abc.Iterable[Global___Statement] | None = ...,
+        headers: _abc.Iterable[Global___Signed] | None = ...,
+        base: Global___Base | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "culprit", b"culprit", "headers", b"headers", "kind", b"kind", "statements", b"statements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evidence: _TypeAlias = Evidence  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sim_model import PARTS, Payload, payload_bytes
+from sim_model import PARTS, Payload, payload_bytes, value_hash
 
+from protocol.commitment import proves
 from protocol.events import ExchangeEnded, HeaderDraft, HeaderSigned, StartExchange
 from protocol.messages import PartHeader, Signed
 from protocol.names import Digest, PeerId
@@ -39,7 +40,7 @@ class Engine:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.running: dict[Digest, Exchange] = {}
-        self._early: dict[Digest, list[tuple[int, PeerId, int]]] = {}
+        self._early: dict[Digest, list[tuple[int, PeerId, int, bytes]]] = {}
 
     def start(self, effect: StartExchange) -> None:
         roster = effect.roster.message
@@ -64,35 +65,40 @@ class Engine:
             if root == self.node.peer:
                 exchange.slots[part] = {}
             if mine and outbox is not None:
-                self._up(effect.roster_id, root, part, outbox.values[part])
-        for part, sender, value in self._early.pop(effect.roster_id, []):
-            self._take(exchange, part, sender, value)
+                self._up(effect.roster_id, root, part, outbox.values[part], outbox.commitment.proof(part))
+        for part, sender, value, proof in self._early.pop(effect.roster_id, []):
+            self._take(exchange, part, sender, value, proof)
         first_s, *_, last_s = (*roster.durations_s, 0.0)[:1] + roster.durations_s[-1:]
         self.node.later(first_s, partial(self._close_all, exchange))
         self.node.later(last_s + rules.slack_s, partial(self._end, exchange))
         self._maybe_end(exchange)
 
-    def _up(self, roster_id: Digest, root: PeerId, part: int, value: int) -> None:
+    def _up(self, roster_id: Digest, root: PeerId, part: int, value: int, proof: bytes) -> None:
         target, sender = self.node.world.nodes[root], self.node.peer
 
         def arrive() -> None:
             if target.engine is not None:
-                target.engine.arrived(roster_id, part, sender, value)
+                target.engine.arrived(roster_id, part, sender, value, proof)
 
         if root == sender:
             self.node.later(0.0, arrive)
         else:
             self.node.world.transfer(sender, root, arrive, lost=lambda: None)
 
-    def arrived(self, roster_id: Digest, part: int, sender: PeerId, value: int) -> None:
+    def arrived(self, roster_id: Digest, part: int, sender: PeerId, value: int, proof: bytes) -> None:
         exchange = self.running.get(roster_id)
         if exchange is None:
-            self._early.setdefault(roster_id, []).append((part, sender, value))
+            self._early.setdefault(roster_id, []).append((part, sender, value, proof))
         else:
-            self._take(exchange, part, sender, value)
+            self._take(exchange, part, sender, value, proof)
 
-    def _take(self, exchange: Exchange, part: int, sender: PeerId, value: int) -> None:
+    def _take(self, exchange: Exchange, part: int, sender: PeerId, value: int, proof: bytes) -> None:
         if part in exchange.closed or part not in exchange.slots:
+            return
+        ready = exchange.effect.roster.message.readys[exchange.peers.index(sender)].message
+        bound = proves(ready.parts_root, part, PARTS, value_hash(value), proof)
+        if not bound and not self.node.world.switches.freeze_twice:
+            self.node.world.note(self.node.peer, f"  drops part {part} of {sender}: not what its READY binds")
             return
         exchange.slots[part][sender] = value
         if len(exchange.slots[part]) == exchange.contributing.bit_count():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sim_audit import convicted, recompute
 from sim_engine import Engine
 from sim_model import PARTS, UNIT_TOKENS, Account, Outbox, state_after
 from sim_oracle import Violation
@@ -19,6 +20,7 @@ from protocol.events import (
     Applied,
     Apply,
     CatchUp,
+    Convicted,
     Effect,
     Event,
     FetchParts,
@@ -38,6 +40,7 @@ from protocol.events import (
     PartsFetched,
     Persist,
     Received,
+    RecomputePart,
     Send,
     StartExchange,
     StateCorrupt,
@@ -125,7 +128,6 @@ class Node:
             left=None if self.kept is None else self.kept.state.base,
             returns=self.returns,
         )
-        self.journal_lost = False
         self.world.note(self.peer, f"starts in round {self.state.base.round}")
         self._train()
         self.feed(Tick())
@@ -255,9 +257,13 @@ class Node:
                 self._give_up_left()
             case LineageResumed():
                 self._resume_left()
+            case Convicted():
+                convicted(self, effect)
+            case RecomputePart():
+                recompute(self, effect)
             case Misbehaved():
                 forgetful = any(node.had_lost_journal for node in self.world.nodes.values())
-                if self.world.switches.accuse and not forgetful:
+                if self.world.switches.accuse and not forgetful and effect.peer not in self.world.hostile:
                     raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")
             case Alarm():
                 raise Violation(f"{self.peer} raised an alarm: {effect.text}")
@@ -269,7 +275,7 @@ class Node:
     def _persist(self, journal: bytes) -> None:
         if self.world.switches.forget_votes and self.journal is not None:
             return
-        self.journal = journal
+        self.journal, self.journal_lost = journal, False
 
     # ------------------------------------------------------------ trainer
 

@@ -28,6 +28,8 @@ class Oracle:
         self.births: set[Digest] = set()
         """Lineages that a REFORM, signed by all, has made."""
         self.commits = 0
+        self.liars: set[PeerId] = set()
+        """Roots that a test has made fabricate means: what they sign says nothing of I2."""
 
     def check_state(self, peer: PeerId, state: ChainState) -> None:
         """I1 (all who hold commit r hold identical state) and I4 (lineages come from REFORM alone)."""
@@ -48,7 +50,7 @@ class Oracle:
         self.commits += 1
         readys = commit.roster.message.readys
         for header in commit.headers:
-            if header is None:
+            if header is None or header.sender in self.liars:
                 continue
             payload = self.payloads[header.message.hash]
             peers = [signed.sender for bit, signed in enumerate(readys) if header.message.bitmap >> bit & 1]

@@ -12,6 +12,7 @@ from sim_node import Node
 from sim_oracle import Oracle, Violation
 
 from protocol import chain
+from protocol.messages import Evidence
 from protocol.names import PeerId
 from protocol.rules import Rules
 
@@ -83,6 +84,10 @@ class World:
         self.calm = Weather(training_s=weather.training_s, apply_s=weather.apply_s)
         self.switches = switches or Switches()
         self.oracle = Oracle()
+        self.hostile: set[PeerId] = set()
+        """Peers that a test has turned against the others: they may be convicted, and nobody else."""
+        self.convictions: list[tuple[PeerId, Evidence]] = []
+        """(who, of what) in the order in which they were verified."""
         self.now_s = 0.0
         self.trace: list[str] | None = [] if trace else None
         self.events = 0

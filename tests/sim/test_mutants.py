@@ -59,7 +59,8 @@ def test_one_phase_voting_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_votes_that_are_not_durable_are_caught() -> None:
     found = caught(duel(forget_votes=True))
     assert found is not None
-    assert found.startswith("I1")
+    # Whoever is seen voting twice is not listened to any more, which saves I1 and costs the rounds that need it.
+    assert found.startswith(("I1", "I5"))
 
 
 def test_freezing_a_contribution_twice_is_caught() -> None:

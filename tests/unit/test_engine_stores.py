@@ -138,8 +138,16 @@ def test_a_contribution_counts_once_it_is_whole(tmp_path: Path) -> None:
     assert reader is not None
     assert reader.read(2) == bytes([2]) * GEOMETRY.part_bytes(2)
     other = bytes([1]) * 32
-    outbox.write(other).finish(frozen)
+    outbox.write(other).finish(Contribution(hashes=hashes, parts_root=bytes([1]) * 32, norm=1.0, largest=0.5))
+    assert outbox.find(base) is not None, "until the next commit, others may audit it"
+    assert outbox.leaf(frozen.parts_root, 1) == payloads[1] + Commitment(hashes).proof(1)
+    assert outbox.leaf(frozen.parts_root, 3) is None
+    assert outbox.leaf(bytes(32), 1) is None
+    # Two files of one clock tick are in no order.
+    os.utime(tmp_path / "outbox" / f"{base.hex()}.meta", (1, 1))
+    outbox.write(bytes([2]) * 32).finish(frozen)
     assert outbox.find(base) is None
+    assert outbox.find(other) is not None
     assert reader.read(0) == bytes(GEOMETRY.part_bytes(0)), "an exchange that runs keeps its bytes"
     reader.close()
 

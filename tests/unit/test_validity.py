@@ -26,9 +26,11 @@ from chain_samples import (
 from protocol import chain, wire
 from protocol.chain import ChainState
 from protocol.commits import InvalidCommit, check_headers, verify_commit, verify_reform
+from protocol.evidence import evidence_of
 from protocol.messages import (
     Certificate,
     Commit,
+    Evidence,
     Join,
     Leave,
     Message,
@@ -188,6 +190,12 @@ def forged(original: Signed[Any]) -> Signed[Any]:
     return replace(original, signature=bytes(32))
 
 
+def two_readys(peer: PeerId) -> Evidence:
+    evidence = evidence_of(*(signed(peer, replace(READY.message, norm=norm)) for norm in (1.0, 2.0)))
+    assert evidence is not None
+    return evidence
+
+
 def bad_rosters() -> dict[str, tuple[Signed[Roster], str]]:
     good = full_roster()
     readys = good.message.readys
@@ -198,6 +206,7 @@ def bad_rosters() -> dict[str, tuple[Signed[Roster], str]]:
     idle = [sign_ready(STATE, RULES, peer, tokens=400 if peer == PEERS[0] else 0) for peer in PEERS]
     join = signed("J", Join(base=STATE.base, units_wanted=1))
     leave = signed(PEERS[1], Leave(base=STATE.base))
+    caught = two_readys(PEERS[0])
     return {
         "another base": (resigned(good, base=replace(STATE.base, prev=digest(b"x"))), "another place"),
         "not the coordinator": (signed(usurper, good.message), "not signed by"),
@@ -208,14 +217,17 @@ def bad_rosters() -> dict[str, tuple[Signed[Roster], str]]:
         "READYs unsorted": (resigned(good, readys=readys[::-1]), "ascending"),
         "too few electors": (sign_roster(STATE, RULES, few), f"{quorum} are needed"),
         "too few contributors": (sign_roster(STATE, RULES, idle), "fewer than min_peers = 2"),
-        "no parts, no joins": (resigned(good, plan=None, durations_s=()), "applies no join"),
+        "no parts, no joins": (resigned(good, plan=None, durations_s=()), "neither a join nor evidence"),
         "no parts though many": (resigned(good, plan=None, durations_s=(), joins=(join,)), "no parts although 5"),
         "join of a member": (resigned(good, joins=(signed(PEERS[0], join.message),)), "is a member's"),
         "join twice": (resigned(good, joins=(join, join)), "twice"),
         "join forged": (resigned(good, joins=(forged(join),)), "JOIN of J"),
         "leave forged": (resigned(good, leaves=(forged(leave),)), "LEAVE of"),
         "leave of a stranger": (resigned(good, leaves=(signed("S", leave.message),)), "not a member's"),
-        "evidence": (resigned(good, evidence=(b"?",)), "evidence"),
+        "evidence forged": (resigned(good, evidence=(replace(caught, culprit=PEERS[1]),)), "did not sign"),
+        "evidence twice": (resigned(good, evidence=(caught, caught)), "one piece a peer"),
+        "evidence of a stranger": (resigned(good, evidence=(two_readys("S"),)), "no member"),
+        "slot of a peer that is caught": (resigned(good, evidence=(caught,)), "plan breaks the rules"),
         "no durations": (resigned(good, durations_s=()), "plan breaks the rules"),
         "absent at once": (full_roster(absent=0b1), "calls Peer000 absent"),
     }

@@ -24,6 +24,7 @@ from chain_samples import (
 
 from protocol import chain, wire
 from protocol.bodies import MAX_BODY_BYTES
+from protocol.evidence import wrong_mean
 from protocol.fields import MAX_ATTEMPT, MAX_COUNT, MAX_EDGES, MAX_LEFT_OUT, MAX_PEERS, MAX_READYS
 from protocol.messages import (
     NIL,
@@ -93,6 +94,7 @@ def signed_samples() -> Iterator[Signed[Any]]:
         Heartbeat(base=STATE.base, attempt=9, able=True, incarnation=bytes(range(16))),
         Fetch(hash=digest(b"wanted")),
         Have(hash=digest(b"wanted"), content=b"content"),
+        wrong_mean(STATE.base, next(header for header in headers if header is not None)),
     ]
     header = headers[0]
     assert header is not None
@@ -135,7 +137,9 @@ def test_nested_bodies_stay_as_they_arrived() -> None:
     field = pb.Ready(base=pb.Ready.FromString(ready.body).base).SerializeToString()
     assert ready.body.startswith(field)
     body = ready.body[len(field) :] + field
-    signature = CheapKeyring(PEERS[1]).sign(wire.signing_bytes(Ready, body))
+    said = wire.statement_of(ready.message, body)
+    assert said is not None
+    signature = CheapKeyring(PEERS[1]).sign(wire.statement_bytes(Ready, said))
     odd = Signed(sender=PEERS[1], message=ready.message, body=body, signature=signature)
     roster = sign_roster(STATE, RULES, [sign_ready(STATE, RULES, PEERS[0]), odd])
     arrived = wire.decode(wire.encode(roster)).message.readys[1]

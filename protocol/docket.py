@@ -1,0 +1,270 @@
+"""Who was caught at what, as this peer has verified it, and what waits to be recomputed (protocol section 7).
+
+Two signed things that exclude each other are verified on the spot. A mean that is said to be none is recomputed from
+the bytes that READYs bind (`RecomputePart`), by whoever audits and by each who is told. What is verified here is told
+to everyone once, again at the start of each round until the chain has left the culprit out, and carried in the ROSTERs
+that this peer makes. A culprit's messages are not listened to any more, as if it were dead: that is always safe, and
+where the other electors are too few without it, the REFORM of section 10 follows by its ordinary rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protocol import chain, planning
+from protocol.chain import ChainState
+from protocol.events import Convicted, PartRecomputed, RecomputePart, Verdict
+from protocol.evidence import check_evidence, evidence_of, wrong_mean
+from protocol.fields import MAX_EVIDENCE
+from protocol.messages import Commit, Evidence, Offence, PartHeader, Roster, Signed
+from protocol.names import Digest, PeerId, digest
+from protocol.outbox import Outbox
+from protocol.presence import Presence
+from protocol.rules import Rules
+
+CULPRITS_KEPT: Final = 64
+CLAIMS_KEPT: Final = 16
+"""Of wrong means that others told of; each costs a part's bytes to check."""
+AUDITS_KEPT: Final = 4
+"""Of which the answer is awaited."""
+TRIES: Final = 3
+"""Times that a claim whose bytes were not to be had is looked into."""
+
+CommitOf = Callable[[Digest], Signed[Commit] | None]
+"""The commit that extends the base with this digest, if it is remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conviction:
+    evidence: Evidence
+    since_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Claim:
+    """A wrong mean that somebody told of."""
+
+    evidence: Evidence
+    accusers: set[PeerId]
+    asked: bool = False
+    tries: int = 0
+    next_s: float = 0.0
+    refuted: bool = False
+
+    @property
+    def key(self) -> tuple[Digest, int]:
+        return _key(self.evidence)
+
+
+class Docket:
+    """Args:
+    commit_of: see `CommitOf`; set by the machine that keeps the commits.
+    """
+
+    def __init__(self, *, me: PeerId, rules: Rules, outbox: Outbox, presence: Presence) -> None:
+        self.me = me
+        self.rules = rules
+        self.outbox = outbox
+        self.presence = presence
+        self.commit_of: CommitOf = lambda _: None
+        self.state: ChainState
+        self._convicted: dict[PeerId, _Conviction] = {}
+        self._claims: dict[tuple[Digest, int], _Claim] = {}
+        self._audits: dict[tuple[Digest, int], Commit] = {}
+        """Parts that I recompute by lot."""
+        self._false_accusers: dict[PeerId, int] = {}
+        """Whose claims are not looked into any more, and since which round."""
+
+    # ------------------------------------------------------------ whom
+
+    def __contains__(self, peer: object) -> bool:
+        """Whether `peer` was caught: by what I verified, or by the chain."""
+        return peer != self.me and (peer in self._convicted or peer in self.state.banned)
+
+    def for_roster(self) -> tuple[Evidence, ...]:
+        """What a ROSTER of mine carries. A wrong mean only after others had the time to recompute it, too."""
+        ready = [
+            conviction.evidence
+            for peer, conviction in sorted(self._convicted.items())
+            if peer != self.me
+            and self._concerns(conviction.evidence)
+            and (
+                conviction.evidence.offence is not Offence.WRONG_MEAN
+                or self.outbox.due(conviction.since_s + 2 * self.rules.grace_s)
+            )
+        ]
+        return tuple(ready[:MAX_EVIDENCE])
+
+    # ------------------------------------------------------------ two things signed
+
+    def compare(self, first: Signed[Any] | None, second: Signed[Any]) -> None:
+        """Two messages of one peer: if they exclude each other, it is caught."""
+        if first is None or first.sender == self.me or first.body == second.body or second.sender in self:
+            return
+        evidence = evidence_of(first, second)
+        if evidence is not None and check_evidence(self.rules, evidence, self.outbox.keyring) is None:
+            self._convict(evidence)
+
+    # ------------------------------------------------------------ told by others
+
+    def told(self, signed: Signed[Evidence]) -> str | None:
+        """Evidence from a peer; why it is misbehaviour to send this, or None."""
+        return self._consider(signed.message, signed.sender)
+
+    def _consider(self, evidence: Evidence, accuser: PeerId) -> str | None:
+        if evidence.culprit in self or not self._concerns(evidence):
+            return None
+        why = check_evidence(self.rules, evidence, self.outbox.keyring)
+        if why is not None:
+            return f"sent evidence that is none: {why}"
+        if evidence.offence is not Offence.WRONG_MEAN:
+            self._convict(evidence)
+        elif evidence.culprit != self.me:
+            self._claim(evidence, accuser)
+        return None
+
+    def _claim(self, evidence: Evidence, accuser: PeerId) -> None:
+        claim = self._claims.get(_key(evidence))
+        if claim is not None:
+            claim.accusers.add(accuser)
+            return
+        barred = self.state.base.round - self._false_accusers.get(accuser, -chain.DEMOTED_ROUNDS)
+        if len(self._claims) >= CLAIMS_KEPT or barred < chain.DEMOTED_ROUNDS:
+            return
+        if chain.member(self.state, accuser) is None:
+            return
+        if self._committed(evidence) is not None:
+            self._claims[_key(evidence)] = _Claim(evidence=evidence, accusers={accuser})
+
+    def _committed(self, evidence: Evidence) -> Commit | None:
+        """The commit that holds this very header, with a plan in which its root alone answers for the mean."""
+        assert evidence.base is not None
+        found = self.commit_of(evidence.base.digest())
+        header = evidence.headers[0]
+        part = header.message.part
+        if found is None or part >= len(found.message.headers):
+            return None
+        there = found.message.headers[part]
+        flat = there is not None and is_flat(found.message.roster.message, self.rules, part)
+        return found.message if flat and there is not None and there.body == header.body else None
+
+    def unproven(self, roster: Roster, accuser: PeerId) -> str | None:
+        """Why I cannot stand by this roster's evidence yet, or None; asks for what it takes."""
+        for evidence in roster.evidence:
+            if evidence.offence is not Offence.WRONG_MEAN or evidence.culprit in self:
+                continue
+            self._consider(evidence, accuser)
+            return (
+                f"the roster says that part {evidence.headers[0].message.part} of {evidence.culprit} was no mean, "
+                "which this node has not been able to recompute"
+            )
+        return None
+
+    def refuted(self, roster: Roster) -> str | None:
+        """Evidence in this roster that I have found to be false."""
+        for evidence in roster.evidence:
+            claim = self._claims.get(_key(evidence)) if evidence.offence is Offence.WRONG_MEAN else None
+            if claim is not None and claim.refuted:
+                return (
+                    f"the roster says that part {evidence.headers[0].message.part} of {evidence.culprit} was no mean; "
+                    "this node has recomputed it, and it was"
+                )
+        return None
+
+    # ------------------------------------------------------------ recomputing
+
+    def audit(self, before: ChainState, commit: Commit, commit_hash: Digest) -> None:
+        """After my commit: recompute one part of others', drawn by `H(commit, me)`, if I was an elector."""
+        while len(self._audits) >= AUDITS_KEPT:
+            self._audits.pop(next(iter(self._audits)))
+        parts = [header for header in commit.headers if header is not None and header.sender != self.me]
+        if self.me not in before.electors or not parts:
+            return
+        lot = int.from_bytes(digest(b"atoll/audit", commit_hash, self.me.encode())[:8], "little")
+        part = parts[lot % len(parts)].message.part
+        self._audits[before.base.digest(), part] = commit
+        self.outbox.emit(RecomputePart(commit=commit, part=part, audit=True))
+
+    def recomputed(self, event: PartRecomputed) -> str | None:
+        """The answer to `RecomputePart`: (for the log) what is wrong although nobody can be convicted of it."""
+        key = (event.base, event.part)
+        commit, claim = self._audits.pop(key, None), self._claims.get(key)
+        if claim is not None:
+            claim.asked = False
+            if event.verdict is Verdict.RIGHT:
+                claim.refuted = True
+                self._false_accusers |= dict.fromkeys(claim.accusers, self.state.base.round)
+            elif event.verdict is Verdict.WRONG:
+                self._convict(claim.evidence)
+        if commit is None or event.verdict is not Verdict.WRONG:
+            return None
+        header, roster = commit.headers[event.part], commit.roster.message
+        assert header is not None
+        if not is_flat(roster, self.rules, event.part):
+            return f"part {event.part} of round {roster.base.round} is not the mean, by whichever node of its tree"
+        self._convict(wrong_mean(roster.base, header))
+        return None
+
+    def advance(self) -> None:
+        """Ask for the next claim's recomputation, one at a time."""
+        if any(claim.asked for claim in self._claims.values()):
+            return
+        for claim in self._claims.values():
+            if claim.refuted or claim.tries >= TRIES or claim.evidence.culprit in self:
+                continue
+            commit = self._committed(claim.evidence)
+            if commit is not None and self.outbox.due(claim.next_s):
+                claim.asked, claim.tries = True, claim.tries + 1
+                claim.next_s = self.outbox.now_s + self.rules.grace_s
+                sources = tuple(sorted(claim.accusers))
+                self.outbox.emit(RecomputePart(commit=commit, part=claim.key[1], audit=False, sources=sources))
+                return
+
+    # ------------------------------------------------------------ rounds
+
+    def begin(self, state: ChainState) -> None:
+        """A round begins on `state`: forget what it settled, say again what it did not."""
+        self.state = state
+        self._convicted = {peer: known for peer, known in self._convicted.items() if peer not in state.banned}
+        self._claims = {
+            key: claim
+            for key, claim in self._claims.items()
+            if claim.evidence.culprit not in state.banned and self._committed(claim.evidence) is not None
+        }
+        for peer, known in self._convicted.items():
+            if peer != self.me and self._concerns(known.evidence):
+                self.outbox.broadcast(self.outbox.sign(known.evidence))
+
+    def _concerns(self, evidence: Evidence) -> bool:
+        """Whether the run can leave this culprit out: a member, or one that a commit has counted on as a root."""
+        return chain.member(self.state, evidence.culprit) is not None or evidence.offence is Offence.WRONG_MEAN
+
+    def _convict(self, evidence: Evidence) -> None:
+        """Verified here. Told to everyone once; the culprit is not listened to from now on."""
+        culprit = evidence.culprit
+        if culprit in self or culprit in self._convicted or not self._concerns(evidence):
+            return
+        while len(self._convicted) >= CULPRITS_KEPT:
+            self._convicted.pop(next(iter(self._convicted)))
+        self._convicted[culprit] = _Conviction(evidence=evidence, since_s=self.outbox.now_s)
+        self.outbox.emit(Convicted(evidence=evidence))
+        if culprit != self.me:
+            self.presence.forget(culprit)
+            self.outbox.broadcast(self.outbox.sign(evidence))
+
+
+def is_flat(roster: Roster, rules: Rules, part: int) -> bool:
+    """Whether the part's contributions all went straight to its root: else an inner node's sum may be what is wrong."""
+    assert roster.plan is not None
+    shard = planning.deal(roster.base.digest(), rules.part_count, roster.plan)[part]
+    tree = planning.Tree(roster.plan.shards[shard].parents, planning.contributing_of(roster, rules))
+    return not any(tree.heights[slot] for slot in tree.slots[tree.root])
+
+
+def _key(evidence: Evidence) -> tuple[Digest, int]:
+    """Of a wrong mean: the base of its round, and its part."""
+    assert evidence.base is not None
+    header: Signed[PartHeader] = evidence.headers[0]
+    return evidence.base.digest(), header.message.part

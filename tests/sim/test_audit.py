@@ -1,0 +1,151 @@
+"""Liars are caught and left out by all, the swarm goes on, and nobody honest is ever convicted (protocol section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from sim_hostile_audit import fabricates_means, sends_other_bytes, signs_two_results, two_faced
+from sim_node import Node
+from sim_profiles import PROFILES, build
+from sim_world import Violation, World, cached_wire
+
+from protocol import chain
+from protocol.messages import Offence, Proposal, Ready, Roster, Vote
+
+ROUNDS = 8
+"""Within so many rounds of its first lie a liar is out, however rarely it leads."""
+
+LIES: dict[str, tuple[Callable[[Node], None], Offence]] = {
+    "two READYs": (partial(two_faced, kind=Ready), Offence.TWO_READYS),
+    "two ROSTERs": (partial(two_faced, kind=Roster), Offence.TWO_ROSTERS),
+    "two PROPOSALs": (partial(two_faced, kind=Proposal), Offence.TWO_PROPOSALS),
+    "two votes": (partial(two_faced, kind=Vote), Offence.TWO_VOTES),
+    "two results": (signs_two_results, Offence.TWO_HEADERS),
+    "a mean that is none": (fabricates_means, Offence.WRONG_MEAN),
+}
+
+
+def honest(world: World) -> list[Node]:
+    return [node for node in world.nodes.values() if node.peer not in world.hostile]
+
+
+def left_out(world: World) -> bool:
+    return all(world.hostile <= set(node.state.banned) for node in honest(world) if node.machine is not None)
+
+
+def begin(profile: str, seed: int, peers: int, lie: Callable[[Node], None]) -> World:
+    """A swarm in which one peer, after two rounds in fair weather, begins to lie."""
+    world = build(profile, seed, peers, trace=True)
+    weather, world.weather = world.weather, world.calm
+    world.start()
+    world.run(60.0, stop=lambda: world.furthest() >= 2 and world.together(2))
+    liars = sorted(world.nodes)[:peers]
+    lie(world.nodes[liars[seed % peers]])
+    world.weather = weather
+    return world
+
+
+def where(world: World) -> str:
+    return "; ".join(
+        f"{node.peer}: round {node.state.base.round}, banned {node.state.banned}, "
+        f"{node.machine.reason if node.machine else 'down'}"
+        for node in honest(world)
+    )
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("peers", [3, 4, 5])
+def test_a_liar_is_convicted_and_left_out_by_all(lie: str, peers: int) -> None:
+    turn, offence = LIES[lie]
+    with cached_wire():
+        world = begin("calm", peers, peers, turn)
+        since = world.furthest()
+        world.run(world.now_s + 400.0, stop=lambda: left_out(world))
+        assert left_out(world), where(world)
+        assert world.furthest() - since <= ROUNDS, where(world)
+        assert {evidence.offence for _, evidence in world.convictions} == {offence}
+        goal = world.furthest() + 3
+        world.run(world.now_s + 120.0, stop=lambda: all(node.state.base.round >= goal for node in honest(world)))
+    assert all(node.state.base.round >= goal for node in honest(world)), where(world)
+    for node in honest(world):
+        assert all(chain.member(node.state, liar) is None for liar in world.hostile)
+        assert len({other.state.base.lineage for other in honest(world)}) == 1
+
+
+def test_bytes_that_ready_does_not_bind_are_dropped_and_cost_their_sender_the_round() -> None:
+    """No evidence comes of it, since nothing of it is signed: its parts are missing, and the rounds go on."""
+    world = begin("calm", 1, 4, sends_other_bytes)
+    (liar,) = world.hostile
+    goal = world.furthest() + 3
+    world.run(world.now_s + 200.0, stop=lambda: all(node.state.base.round >= goal for node in honest(world)))
+    assert all(node.state.base.round >= goal for node in honest(world)), where(world)
+    assert any(f"of {liar}: not what its READY binds" in line for line in world.trace or ())
+    assert not world.convictions
+    newest = honest(world)[0].committed[-1]
+    bit = [ready.sender for ready in newest.roster.message.readys].index(liar)
+    others = [header for header in newest.headers if header is not None and header.sender != liar]
+    assert others
+    assert not any(header.message.bitmap >> bit & 1 for header in others)
+
+
+@pytest.mark.parametrize("lie", ["two votes", "a mean that is none"])
+def test_a_pair_whose_sole_elector_lies_goes_on_without_it(lie: str) -> None:
+    """Nobody can vote the only voter out: who has found out listens to it no more, and a REFORM makes a lineage of its
+    own after `T_fork`.
+    """
+    world = build("calm", 3, 2, trace=True)
+    world.start()
+    world.run(60.0, stop=lambda: world.together(2))
+    elector = honest(world)[0].state.electors[0]
+    other = next(node for node in world.nodes.values() if node.peer != elector)
+    # Alone with it, the other member sees one face only: it is told both by a third that was there.
+    turn, offence = LIES[lie]
+    turn(world.nodes[elector])
+    if lie == "two votes":
+        assert other.machine is not None
+        pair = [_vote(world, elector, number) for number in range(2)]
+        for data in pair:
+            other.receive(data, elector)
+    goal = world.furthest() + 3
+    world.run(
+        world.now_s + 200.0,
+        stop=lambda: (
+            any(found.culprit == elector for who, found in world.convictions if who == other.peer)
+            and elector not in dict(other.state.members)
+            and other.state.base.round >= goal
+        ),
+    )
+    convicted = [found.offence for who, found in world.convictions if who == other.peer]
+    assert convicted == ([offence] if lie == "two votes" else convicted[:1])
+
+
+def _vote(world: World, voter: str, number: int) -> bytes:
+    from protocol import wire
+    from protocol.names import digest
+
+    node = world.nodes[voter]
+    vote = Vote(base=node.state.base, attempt=9, phase=1, value=digest(bytes([number])))
+    return wire.encode(wire.sign(node.keyring, voter, vote))
+
+
+WEATHERS = [("lossy", 4), ("crashy", 4), ("partition", 5), ("churn", 4), ("open", 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("profile", "peers"), WEATHERS)
+def test_in_bad_weather_only_liars_are_convicted(profile: str, peers: int, lie: str) -> None:
+    """Whoever is down, cut off or restarted meanwhile; and when the weather clears, the liar is left out."""
+    for seed in range(2):
+        with cached_wire():
+            world = begin(profile, seed, peers, LIES[lie][0])
+            try:
+                world.run(world.now_s + min(40.0, PROFILES[profile].weather_s))
+                world.clear()
+                world.run(world.now_s + 400.0, stop=lambda world=world: left_out(world))  # type: ignore[misc]
+                if not left_out(world):
+                    raise Violation(f"a liar stays: {where(world)}")
+            except Violation as violation:
+                pytest.fail(f"{violation} (profile {profile}, {peers} peers, seed {seed}, {lie})", pytrace=False)
