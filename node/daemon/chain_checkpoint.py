@@ -17,7 +17,7 @@ from node.engine.disk import write_atomic
 from protocol.chain import ChainState
 from protocol.names import DIGEST_BYTES, Base, Digest
 
-_MAGIC = b"ATOLLK1\0"
+_MAGIC = b"ATOLLK2\0"
 
 log = structlog.get_logger()
 

@@ -22,7 +22,8 @@ from node.engine.disk import read_at, sync_directory, write_at
 from node.errors import AtollError
 from protocol.names import DIGEST_BYTES, Digest
 
-MAGIC = b"ATOLLC1\0"
+MAGIC = b"ATOLLC2\0"
+_EARLIER_MAGICS = frozenset({b"ATOLLC1\0"})
 HEADER_BYTES = len(MAGIC) + DIGEST_BYTES
 _FRAME = struct.Struct(f"<IB{DIGEST_BYTES}s")
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
@@ -73,6 +74,11 @@ class ChainLog:
         if len(header) == HEADER_BYTES and header.startswith(MAGIC):
             self.close()
             raise StoreError(f"{path} is the chain of run {header[len(MAGIC) :].hex()[:16]}; move it away")
+        if header[: len(MAGIC)] in _EARLIER_MAGICS:
+            self.close()
+            raise StoreError(
+                f"{path} was written by an earlier version of Atoll, which this one cannot follow; move it away"
+            )
         if self.end:
             self.cut(0)
         write_at(self._fd, MAGIC + run, 0)

@@ -112,7 +112,9 @@ class Recomputer:
             if await self._threads.compute(partial(self._proved, parts_root, part, data)):
                 return data, len(data)
             why = why or f"{source} gave other bytes than the READY of {peer} binds"
-        raise Unavailable(why)
+        raise Unavailable(
+            why or f"the contribution of {peer}, which is this node, cannot be had: it is not here any more"
+        )
 
     def _proved(self, parts_root: bytes, part: int, data: bytes) -> bool:
         size = self._geometry.part_bytes(part)

@@ -9,7 +9,8 @@ import pytest
 from sim_hostile_audit import fabricates_means, sends_other_bytes, signs_two_results, two_faced
 from sim_node import Node
 from sim_profiles import PROFILES, build
-from sim_world import Violation, World, cached_wire
+from sim_sharing import shared_work
+from sim_world import Violation, World
 
 from protocol import chain
 from protocol.messages import Offence, Proposal, Ready, Roster, Vote
@@ -59,7 +60,7 @@ def where(world: World) -> str:
 @pytest.mark.parametrize("peers", [3, 4, 5])
 def test_a_liar_is_convicted_and_left_out_by_all(lie: str, peers: int) -> None:
     turn, offence = LIES[lie]
-    with cached_wire():
+    with shared_work():
         world = begin("calm", peers, peers, turn)
         since = world.furthest()
         world.run(world.now_s + 400.0, stop=lambda: left_out(world))
@@ -139,7 +140,7 @@ WEATHERS = [("lossy", 4), ("crashy", 4), ("partition", 5), ("churn", 4), ("open"
 def test_in_bad_weather_only_liars_are_convicted(profile: str, peers: int, lie: str) -> None:
     """Whoever is down, cut off or restarted meanwhile; and when the weather clears, the liar is left out."""
     for seed in range(2):
-        with cached_wire():
+        with shared_work():
             world = begin(profile, seed, peers, LIES[lie][0])
             try:
                 world.run(world.now_s + min(40.0, PROFILES[profile].weather_s))
