@@ -69,9 +69,14 @@ class Counts:
     cut: int
 
     @property
+    def sent(self) -> int:
+        """But for what was cut, and for what is on its way."""
+        return self.delivered + self.lost + self.full
+
+    @property
     def loss(self) -> float:
         """Share lost of what was sent."""
-        return self.lost / max(1, self.delivered + self.lost + self.full)
+        return self.lost / max(1, self.sent)
 
 
 def unavailable() -> str | None:

@@ -1,0 +1,66 @@
+"""Row 7: one node's line has a tenth of the others' rate.
+
+Four nodes on lines of 200 kB/s; then one of them has 20 kB/s. Every round counts the three others, within its
+deadlines; what becomes of the slow one is measured. With a good line it is counted again.
+"""
+
+from __future__ import annotations
+
+from scripts.wanlab.wan import unavailable
+from tests.chaos.lab import Lab
+from tests.chaos.rows import Measured, Row
+from tests.chaos.wide_area import wide_area
+from tests.swarm.daemons import ROUND_S
+
+RATE_BYTES_S = 200_000
+"""Of an ordinary line: the vectors of `micro` take half a second."""
+ROUNDS = 8
+
+
+def run(lab: Lab) -> Measured:
+    notes: dict[str, str | int | float] = {"rate_bytes_s": RATE_BYTES_S, "slow rate_bytes_s": RATE_BYTES_S // 10}
+    with wide_area(lab.directory, 4, say=lab.say) as area:
+        area.begin()
+        area.settle()
+        *others, slow = area.nodes
+        area.wan.rate(*area.wan.hosts, up_bytes_s=RATE_BYTES_S, down_bytes_s=RATE_BYTES_S)
+        area.wait_rounds(area.nodes, 2, "what was under way", 2 * ROUND_S)
+        before = area.reached(area.nodes)
+        area.wait_rounds(area.nodes, ROUNDS, "rounds on equal lines", 3 * ROUND_S)
+        notes["equal lines: round_s"] = round(area.median_round_s(before), 2)
+        lineage = slow.now.lineage
+        area.wan.rate(slow.host, up_bytes_s=RATE_BYTES_S / 10, down_bytes_s=RATE_BYTES_S / 10)
+        area.say(f"{slow.name} has a tenth of the others' rate")
+        area.wait_rounds(others, 2, "what was under way", 3 * ROUND_S)
+        since = area.reached(others)
+        area.wait_counted(others, ROUNDS, "the others are counted in each round", 6 * ROUND_S, since=since)
+        area.look()
+        lines = [line for line in area.lines(since) if line.round < since + ROUNDS]
+        notes["one slow line: round_s"] = round(area.median_round_s(since), 2)
+        notes["one slow line: longest round_s"] = round(max(line.seconds for line in lines), 2)
+        notes["one slow line: rounds that count it"] = (
+            f"{sum(slow.peer_id in line.contributors for line in lines)} of {len(lines)}"
+        )
+        for why, times in area.excluded(since).items():
+            notes[f"excluded, {why}"] = times
+        for line in lines:
+            missing = {node.peer_id for node in others} - set(line.contributors)
+            assert not missing, f"round {line.round} did not count {missing}, whose lines are good"
+        assert all(node.now.lineage == lineage for node in others), "a slow line is no reason for a new lineage"
+        area.wan.rate(*area.wan.hosts)
+        seconds = area.wait_one_lineage(area.nodes, "the line is good again", 3 * ROUND_S)
+        notes["good again: all are counted after_s"] = round(seconds, 1)
+        area.expect_agreement(area.nodes, area.reached(area.nodes) - 1, at_least=0)
+        area.expect_nothing_left()
+    return Measured(rounds_lost=0, notes=notes)
+
+
+ROW = Row(
+    number=7,
+    fault="one link at a tenth of the others",
+    must="its share shrinks; the round is not held hostage",
+    checks=__doc__,
+    run=run,
+    within_s=400.0,
+    needs=unavailable,
+)
