@@ -43,6 +43,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """BLAKE3 of the last entry's payload: the log beside this checkpoint is the one it was made of."""
     entries: tuple[Entry, ...]
     state: ChainState
+    marks: dict[int, ChainState] = {}
+    """Number of records → where the chain stood behind them, every so often: going back decodes few records."""
 
 
 def framed(magic: bytes, payload: bytes) -> bytes:
@@ -57,14 +59,20 @@ def unframed(magic: bytes, data: bytes) -> bytes | None:
     return payload if data[:start] == magic + blake3(payload).digest() else None
 
 
-def save_checkpoint(path: Path, chain_log: ChainLog, entries: list[Entry], state: ChainState) -> None:
+def save_checkpoint(
+    path: Path, chain_log: ChainLog, entries: list[Entry], state: ChainState, marks: dict[int, ChainState]
+) -> None:
     """Durably. A disk that is full is no reason to fail: it is logged."""
     last = chain_log.read(entries[-1].offset) if entries else None
     if last is None:
         return
     payload = msgspec.msgpack.encode(
         Checkpoint(
-            log_end=chain_log.end, last_record=blake3(last.payload).digest(), entries=tuple(entries), state=state
+            log_end=chain_log.end,
+            last_record=blake3(last.payload).digest(),
+            entries=tuple(entries),
+            state=state,
+            marks=marks,
         )
     )
     try:

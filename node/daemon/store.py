@@ -507,12 +507,14 @@ class Store:
         self._commits = [place for place, entry in enumerate(found.entries) if entry.kind is FrameKind.COMMIT]
         self._state = found.state
         self._checkpointed = len(found.entries)
+        self._states = dict(found.marks)
         return found.log_end
 
     def _save(self, chain_log: ChainLog) -> None:
         # A peer's claim of the newest state hash is not kept.
         state = _with_hash(self._state, ZERO_DIGEST) if self._hash_is_open() else self._state
-        save_checkpoint(self._directory / "chain.checkpoint", chain_log, self._entries, state)
+        marks = {count: known for count, known in self._states.items() if count % MARK_EVERY_RECORDS == 0}
+        save_checkpoint(self._directory / "chain.checkpoint", chain_log, self._entries, state, marks)
         self._checkpointed = len(self._entries)
 
 

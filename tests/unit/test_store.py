@@ -479,6 +479,26 @@ def test_a_checkpoint_shortens_the_opening(opener: Opener, tmp_path: Path, monke
     assert again.replay() == tip
 
 
+def test_going_back_after_a_restart_decodes_few_records(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MARK_EVERY_RECORDS", 8)
+    made = opener()
+    states = grow(made, 40)
+    made.close()
+    again = opener()
+    decoded: list[int] = []
+    real = store.decode_commit
+
+    def counting(body: bytes) -> Commit:
+        decoded.append(len(body))
+        return real(body)
+
+    monkeypatch.setattr(store, "decode_commit", counting)
+    for position in (5, 33, 38, 40):
+        decoded.clear()
+        assert again.state_at(states[position].base) == states[position]
+        assert len(decoded) < 8
+
+
 def test_a_foreign_or_damaged_checkpoint_is_ignored(opener: Opener, tmp_path: Path) -> None:
     made = opener()
     grow(made, 4)
