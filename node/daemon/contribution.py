@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from node.status import WorkStatus, WorkTotals
+from protocol.fields import MAX_RANGES
 from protocol.messages import Commit
 from protocol.names import PeerId
 from protocol.weights import TokenRuns, tokens_of
@@ -41,6 +42,24 @@ def run_lengths(values: Sequence[int]) -> tuple[tuple[int, int], ...]:
         else:
             runs.append((1, value))
     return tuple(runs)
+
+
+def claimable(tokens: Sequence[int]) -> TokenRuns:
+    """`tokens` [P] as runs that fit a READY.
+
+    After rounds that counted every other part there may be more runs than a READY may hold, and nobody would read it:
+    then neighbouring parts claim alike, what the least of them has. What a counted part holds beyond its claim is
+    accounted for as over the limit; a part that claims nothing stays carried.
+    """
+    runs = run_lengths(tokens)
+    if len(runs) <= MAX_RANGES:
+        return runs
+    together = -(-len(tokens) // MAX_RANGES)
+    alike: list[int] = []
+    for start in range(0, len(tokens), together):
+        block = tokens[start : start + together]
+        alike += [min(block)] * len(block)
+    return run_lengths(alike)
 
 
 def from_runs(runs: TokenRuns) -> list[int]:
@@ -157,7 +176,7 @@ class WorkLedger:
             account.claim = msgspec.structs.replace(claim, base=base)  # the same work, or a new lineage's name for it
             return claim.tokens
         self._abandon_claim(WITH_THE_TRAINER)
-        tokens = run_lengths([min(carried, self._token_cap) for carried in self._carried])
+        tokens = claimable([min(carried, self._token_cap) for carried in self._carried])
         account.claim = Claim(base=base, bytes_digest=bytes_digest, tokens=tokens, held=run_lengths(self._carried))
         return tokens
 

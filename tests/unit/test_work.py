@@ -30,6 +30,7 @@ from node.daemon.contribution import (
     Account,
     Place,
     WorkLedger,
+    claimable,
     counted_tokens,
     from_runs,
     run_lengths,
@@ -38,9 +39,10 @@ from node.daemon.store import Store
 from node.daemon.work_book import read_chain
 from node.daemon.work_file import WorkFile
 from node.trainer.made import FILE, TokenCounter
-from protocol import chain
+from protocol import chain, wire
 from protocol.chain import ChainState
-from protocol.messages import Commit
+from protocol.fields import MAX_RANGES
+from protocol.messages import Commit, Ready
 
 PARTS = 3
 ME = "Peer001"
@@ -62,6 +64,20 @@ def balanced(book: WorkLedger) -> tuple[int, int, int, dict[str, int]]:
 
 
 # ---------------------------------------------------------------- one thing at a time
+
+
+def test_work_in_every_other_part_of_a_large_model_still_fits_a_ready() -> None:
+    """16,384 parts are a manifest's limit; a READY of as many runs would be no message to anybody."""
+    state = chain.genesis(make_rules(peers(1)))
+    parts = 16_384
+    carried = [900 if part % 2 else 100 + part for part in range(parts)]
+    tokens = claimable(carried)
+    assert len(tokens) <= MAX_RANGES
+    assert all(claim <= held for claim, held in zip(from_runs(tokens), carried, strict=True))
+    ready = Ready(base=state.base, tokens=tokens)
+    assert wire.decode(wire.encode(wire.sign(KEYRING, ME, ready))).message == ready
+    few = [100] * 8000 + [200] * 8384
+    assert claimable(few) == ((8000, 100), (8384, 200)), "nothing is lost where there is no need"
 
 
 def test_counted_parts_leave_once_and_the_others_ride_along() -> None:
