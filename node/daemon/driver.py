@@ -391,7 +391,7 @@ class Driver:
         effects = self.machine.handle(applied, trio.current_time())
         after = self.machine.state
         counted_before = self._training.settle(commit, done.answer.counted, after)
-        line = self._observations.saw_commit(commit, before, after)
+        line = self._observations.saw_commit(commit, before, after, self._rules)
         log.info(
             "round committed",
             round=line.round,

@@ -13,6 +13,8 @@ from protocol.chain import ChainState
 from protocol.events import Verdict
 from protocol.messages import Commit
 from protocol.names import PeerId
+from protocol.planning import contributing_of
+from protocol.rules import Rules
 from protocol.weights import tokens_of
 
 MAX_MISBEHAVIOURS = 64
@@ -36,10 +38,11 @@ def contributors(commit: Commit) -> tuple[PeerId, ...]:
     return tuple(ready.sender for bit, ready in enumerate(readys) if bitmap >> bit & 1)
 
 
-def exclusions(commit: Commit, state: ChainState, seen_here: dict[str, str]) -> dict[PeerId, str]:
+def exclusions(commit: Commit, state: ChainState, rules: Rules, seen_here: dict[str, str]) -> dict[PeerId, str]:
     """Members that the commit did not count, each with the reason as far as this node can know it."""
     roster = commit.roster.message
     bitmap = counted_bitmap(commit)
+    slots = contributing_of(roster, rules)
     why: dict[PeerId, str] = {}
     present = {ready.sender for ready in roster.readys}
     why |= {evidence.culprit: f"left out for good: {evidence.offence}" for evidence in roster.evidence}
@@ -52,7 +55,12 @@ def exclusions(commit: Commit, state: ChainState, seen_here: dict[str, str]) -> 
         if not any(tokens_of(ready.message.tokens, part) for part in range(max(1, len(commit.headers)))):
             why[ready.sender] = "voted without work to contribute"
         elif roster.absent >> bit & 1:
-            why[ready.sender] = "stood without a slot (absent in an earlier attempt, or its norm was out of bounds)"
+            why[ready.sender] = "stood without a slot: it was in no part of an earlier attempt"
+        elif not slots >> bit & 1:
+            why[ready.sender] = (
+                f"stood without a slot: a norm of {ready.message.norm:.3g} is no number, or over "
+                f"{rules.norm_limit_ratio:g} times the others' median"
+            )
         else:
             why[ready.sender] = seen_here.get(ready.sender, "its parts did not arrive in time")
     return why
@@ -127,14 +135,14 @@ class Observations:
         self.bytes_received += received
         self.excluded_here.update(excluded)
 
-    def saw_commit(self, commit: Commit, before: ChainState, after: ChainState) -> HistoryRound:
+    def saw_commit(self, commit: Commit, before: ChainState, after: ChainState, rules: Rules) -> HistoryRound:
         """Close the round's account; `before` is the state that the commit changed, `after` what it led to."""
         now = trio.current_time()
         clock = self.clock
         roster = clock.roster_s if clock.roster_s is not None else now
         last_part = clock.last_part_s if clock.last_part_s is not None else roster
         counted = contributors(commit)
-        excluded = exclusions(commit, before, self.excluded_here)
+        excluded = exclusions(commit, before, rules, self.excluded_here)
         self.last_round = LastRound(
             round=before.base.round,
             contributors=len(counted),

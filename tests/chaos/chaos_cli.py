@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from node.errors import AtollError
-from tests.chaos.lab import Lab
+from tests.chaos.lab import Labs
 from tests.chaos.results import Result, record, result, write
-from tests.chaos.rows import Measured, Row, rows
+from tests.chaos.rows import Measured, Row, in_order, rows
 
 
-def run_row(row: Row, directory: Path, console: Console, *, thorough: bool) -> Result:
-    """Its outcome; the homes stay in `directory` when it failed."""
+def run_row(row: Row, labs: Labs, console: Console, *, thorough: bool) -> Result:
+    """Its outcome."""
     started_s = time.monotonic()
 
     def passed_s() -> float:
@@ -37,12 +37,11 @@ def run_row(row: Row, directory: Path, console: Console, *, thorough: bool) -> R
         say(f"skipped: {lacking}")
         return result(row, "skipped", 0.0, short=not thorough, why=lacking)
     try:
-        with Lab(directory, thorough=thorough, say=say) as lab:
+        with labs.lab(f"row-{row.number}", shared=row.shares, say=say) as lab:
             measured = row.run(lab)
     except (AssertionError, AtollError, OSError) as error:
-        say(f"FAILED: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}the homes are in {directory}")
+        say(f"FAILED: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}")
         return result(row, "FAILED", passed_s(), short=not thorough, why=str(error))
-    shutil.rmtree(directory)
     say("held")
     return result(row, "held", passed_s(), short=not thorough, measured=measured)
 
@@ -114,20 +113,23 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     place: Path = (given.directory or Path(tempfile.mkdtemp(prefix="atoll-chaos-"))).absolute()
-    results = []
-    for row in wanted:
-        directory = place / f"row-{row.number}"
-        directory.mkdir(parents=True)
-        short = given.short or "ci" in given.rows
-        results.append(run_row(row, directory, console, thorough=not short))
+    thorough = not (given.short or "ci" in given.rows)
+    labs = Labs(place, thorough=thorough)
+    try:
+        results = [run_row(row, labs, console, thorough=thorough) for row in in_order(wanted, thorough=thorough)]
+    finally:
+        labs.close()
     show(results, console)
     if given.json is not None:
         write(results, given.json)
     if given.record:
         record(results, known)
-    if all(one.outcome != "FAILED" for one in results) and given.directory is None:
+    failed = any(one.outcome == "FAILED" for one in results)
+    if failed:
+        console.print(f"the homes and logs are in {place}", soft_wrap=True, highlight=False)
+    elif given.directory is None:
         shutil.rmtree(place)
-    return 0 if all(one.outcome != "FAILED" for one in results) else 1
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

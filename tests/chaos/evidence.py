@@ -9,21 +9,23 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from node.cli.runs import HomeRun
-from node.daemon.chain_log import ChainLog, FrameKind
+from node.daemon.chain_log import HEADER_BYTES, ChainLog, Frame, FrameKind
 from node.home import Home
 from node.manifest import rules_of
+from protocol.chain import coordinator, genesis, next_state, reform_state
 from protocol.codecs import codec
-from protocol.messages import Commit
+from protocol.messages import Commit, Reformed
+from protocol.names import ZERO_DIGEST
 from protocol.planning import contributing_of
 from protocol.state_hash import chunk_hash
 from protocol.weights import bits, tokens_of
-from protocol.wire import decode_commit, roster_id
+from protocol.wire import decode_body, decode_commit, roster_id
 from tests import reference
 
 
@@ -44,17 +46,38 @@ class Means:
 
 
 def commits(home: Home, run: HomeRun) -> dict[int, Commit]:
-    """The chain on this node's disk, by round. A copy is read: the log is its daemon's."""
+    """Those on this node's disk, by round."""
+    found = (decode_commit(frame.payload) for frame in _frames(home, run) if frame.kind is FrameKind.COMMIT)
+    return {commit.roster.message.base.round: commit for commit in found}
+
+
+def leaders(home: Home, run: HomeRun) -> dict[int, str]:
+    """Peer id of who leads the first attempt of each round, by the chain on this node's disk."""
+    rules = rules_of(run.manifest)
+    state = genesis(rules)
+    found = {state.base.round: coordinator(state, 0)}
+    for frame in _frames(home, run):
+        if frame.kind is FrameKind.COMMIT:
+            commit = decode_commit(frame.payload)
+            # Which outer state a commit led to stands in the next one.
+            state = next_state(replace(state, base=commit.roster.message.base), rules, commit, ZERO_DIGEST)
+        elif frame.kind is FrameKind.REFORM:
+            reformed = decode_body(Reformed, frame.payload)
+            state = reform_state(replace(state, base=reformed.reform.base), rules, reformed)
+        found[state.base.round] = coordinator(state, 0)
+    return found
+
+
+def _frames(home: Home, run: HomeRun) -> list[Frame]:
+    """A copy is read: the log is its daemon's."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "chain.log"
         shutil.copyfile(home.run_directory(run.run_id) / "chain.log", copy)
         log = ChainLog(copy, run.run_id)
         try:
-            first = len(b"ATOLLC1\0") + len(run.run_id)
-            found = [decode_commit(frame.payload) for frame in log.frames(first) if frame.kind is FrameKind.COMMIT]
+            return list(log.frames(HEADER_BYTES))
         finally:
             log.close()
-    return {commit.roster.message.base.round: commit for commit in found}
 
 
 def check_means(round_number: int, run: HomeRun, holder: Home, homes: Sequence[tuple[str, Home]]) -> Means:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import psutil
@@ -29,7 +30,7 @@ from node.manifest import rules_of
 from node.status import Status
 from tests.chaos.bent.bends import bends_file
 from tests.chaos.bent.strikes import Strike, Struck, armed_file, struck_file
-from tests.chaos.evidence import Means, check_means, commits
+from tests.chaos.evidence import Means, check_means, commits, leaders
 from tests.swarm.daemons import PATIENCE, ROUND_S, Daemon, TooLate, reasons, wait_all
 
 PROGRAM = (sys.executable, "-P", str(Path(__file__).parent / "bent" / "program.py"))
@@ -149,6 +150,10 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every node that still runs."""
         for node in self.nodes:
             if node.running:
                 with contextlib.suppress(psutil.Error):
@@ -279,6 +284,11 @@ class Lab:
         assert self.run is not None
         return check_means(round_number, self.run, holder.home, [(node.peer_id, node.home) for node in self.nodes])
 
+    def leader(self, round_number: int, holder: Node) -> str:
+        """Peer id of who led that round's first attempt."""
+        assert self.run is not None
+        return leaders(holder.home, self.run)[round_number]
+
     def parts_of(self, round_number: int, root: Node, holder: Node) -> set[int]:
         """Parts of that commit which `root` reduced."""
         assert self.run is not None
@@ -352,6 +362,60 @@ class Lab:
             number for number, line in seer.rounds.items() if number >= from_round and node.peer_id in line.contributors
         )
         return back, time.monotonic() - since_s
+
+
+class StandingLab(Lab):
+    """One swarm of four for several rows, each of which leaves it whole. A row that fails spoils it: make another."""
+
+    NODES = 4
+
+    def swarm(self, count: int, **differing: Any) -> list[Node]:
+        assert count <= self.NODES, f"{count} nodes are wanted of a standing swarm of {self.NODES}"
+        assert not differing, f"a row that wants {differing} needs a swarm of its own"
+        if not self.nodes:
+            return super().swarm(self.NODES)
+        for node in self.nodes:
+            if not node.running:
+                node.begin()
+        self.wait_counted(self.nodes, 1, "the swarm is whole again")
+        return list(self.nodes)
+
+
+class Labs:
+    """Where rows run, one after another: those that can share one swarm do, in their short form."""
+
+    def __init__(self, directory: Path, *, thorough: bool) -> None:
+        self._directory = directory
+        self._thorough = thorough
+        self._standing: StandingLab | None = None
+        self._made = 0
+
+    @contextlib.contextmanager
+    def lab(self, name: str, *, shared: bool, say: Callable[[str], None]) -> Iterator[Lab]:
+        if not shared or self._thorough:
+            self.close()  # or it would train beside the next one
+            with Lab(self._place(name), thorough=self._thorough, say=say) as lab:
+                yield lab
+            return
+        if self._standing is None:
+            self._standing = StandingLab(self._place("standing"))
+        self._standing.say = say
+        try:
+            yield self._standing
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, name: str) -> Path:
+        self._made += 1
+        place = self._directory / f"{self._made}-{name}"
+        place.mkdir(parents=True)
+        return place
+
+    def close(self) -> None:
+        if self._standing is not None:
+            self._standing.close()
+            self._standing = None
 
 
 def free_port() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tests.chaos.lab import Lab
@@ -40,10 +40,17 @@ class Row:
     run: Callable[[Lab], Measured]
     """Raises AssertionError or `TooLate` for what did not hold."""
     in_ci: bool = False
+    shares: bool = False
+    """In its short form it can run on a swarm of four that served other rows before, and leaves it whole."""
     within_s: float = 300.0
     """The row's own deadline, on a quiet machine of two cores."""
     needs: Callable[[], str | None] = lambda: None
     """Why it cannot run on this machine; None: it can."""
+
+
+def in_order(wanted: Iterable[Row], *, thorough: bool) -> list[Row]:
+    """As they run: in the short form those that share a swarm first, one after another."""
+    return sorted(wanted, key=lambda row: (not row.shares and not thorough, row.number))
 
 
 def rows() -> dict[int, Row]:

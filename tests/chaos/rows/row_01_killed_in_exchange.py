@@ -101,5 +101,6 @@ ROW = Row(
     checks=__doc__,
     run=run,
     in_ci=True,
+    shares=True,
     within_s=120.0,
 )
