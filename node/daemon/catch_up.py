@@ -19,6 +19,7 @@ from node.daemon import rpc
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
+from node.daemon.pace import Pace
 from node.daemon.requests import apply_request, part_ref
 from node.daemon.store import Store, StoreError
 from node.daemon.streams import RequestFailed
@@ -35,6 +36,8 @@ CHAIN_TIMEOUT_S = 30.0
 PARTS_TIMEOUT_S = 60.0
 SNAPSHOT_TIMEOUT_S = 3600.0
 RETRY_S = 2.0
+PACE_EVERY_S = 10.0
+"""How often a long replay looks how far the run is."""
 SNAPSHOT_COSTS_ROUNDS = 8
 """A snapshot is 8 bytes a parameter, a round's parts about one: nearer than this, replaying is cheaper."""
 
@@ -106,6 +109,7 @@ class CatchUp:
         self._observations = observations
         self._held: HeldState | None = None
         """What the engine holds; None: no state that is of use."""
+        self._pace = Pace()
         self._no_help: set[PeerId] = set()
         """Peers whose chain did not bring this node any further, whatever they say of it."""
 
@@ -116,9 +120,11 @@ class CatchUp:
         branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
         """
         self._no_help.clear()
+        self._pace.begin()
         self._held = held
         while True:
             tips = await self._ask_tips()
+            self._measure(tips)
             try:
                 for tip in self._worth_following(tips, lineage):
                     won = tip.tip.lineage == lineage != self._store.state.base.lineage
@@ -130,10 +136,11 @@ class CatchUp:
                     self._no_help.add(tip.peer)
                 await self._bring_state(tips)
             except (StateUnavailable, EngineFailed) as error:
-                self._observations.setting_up("catching-up", str(error))
+                self._say(str(error))
                 await trio.sleep(RETRY_S)
                 continue
             again = await self._ask_tips()
+            self._measure(again)
             base = self._store.state.base
             if not any(tip.tip.round > base.round + 1 for tip in self._worth_following(again, lineage)):
                 return self._store.state
@@ -163,6 +170,21 @@ class CatchUp:
         followers = Counter(tip.tip.lineage for tip in ahead)
         return sorted(ahead, key=lambda tip: (-followers[tip.tip.lineage], -tip.tip.round))
 
+    def _say(self, what: str) -> None:
+        """What is done now, and why it may never end."""
+        slow = self._pace.too_slow
+        self._observations.setting_up("catching-up", f"{what}; {slow}" if slow else what)
+
+    def _measure(self, tips: Sequence[PeerTip]) -> None:
+        """How far this node and the run are, and whether it comes nearer."""
+        mine = self._held.round if self._held is not None else 0
+        lineage = self._store.state.base.lineage
+        tip = max((tip.tip.round for tip in tips if tip.tip.lineage == lineage), default=mine)
+        self._pace.saw(mine, max(tip, mine))
+        if (news := self._pace.news()) is not None:
+            log.warning("this node is slower than the run", why=news)
+            self._observations.count(["slower than the run's rounds"])
+
     # ------------------------------------------------------------ tips and chain
 
     async def _ask_tips(self) -> list[PeerTip]:
@@ -183,9 +205,7 @@ class CatchUp:
 
     async def _extend_chain(self, tip: PeerTip, *, may_leave: bool) -> Followed:
         """Download, verify and store the records between my tip and the peer's."""
-        self._observations.setting_up(
-            "catching-up", f"fetching rounds {self._store.state.base.round} to {tip.tip.round} of the chain"
-        )
+        self._say(f"fetching rounds {self._store.state.base.round} to {tip.tip.round} of the chain")
         followed = Followed.NOTHING
         try:
             while True:
@@ -252,7 +272,8 @@ class CatchUp:
         if self._held is None:
             self._held = await self._load_local()
         offer = await self._best_snapshot(target, tips)
-        if offer is not None and (self._held is None or offer.round - self._held.round > SNAPSHOT_COSTS_ROUNDS):
+        nearer = offer.round - self._held.round if offer is not None and self._held is not None else 0
+        if offer is not None and (self._held is None or nearer > (1 if self._pace.too_slow else SNAPSHOT_COSTS_ROUNDS)):
             await self._load_from_peers(offer, tips)
         if self._held is None:
             self._held = await self._load_initial()
@@ -279,7 +300,7 @@ class CatchUp:
         """The state here is corrupt: keep what is on disk of it apart, and use it no more. Raises `EngineFailed`."""
         log.critical("this node's outer state is corrupt: it is set aside and fetched anew", why=why)
         self._observations.count(["corrupt state set aside"])
-        self._observations.setting_up("catching-up", f"the outer state here was corrupt and is set aside: {why}")
+        self._say(f"the outer state here was corrupt and is set aside: {why}")
         self._held = None
         await self._engine.set_aside(round=held.round, state_hash=held.state_hash, reason=why)
 
@@ -333,9 +354,7 @@ class CatchUp:
 
     async def _load_from_peers(self, offer: rpc.SnapshotOffer, tips: Sequence[PeerTip]) -> None:
         sources = tuple(tip.peer for tip in tips if offer in tip.tip.snapshots)
-        self._observations.setting_up(
-            "catching-up", f"downloading the state of round {offer.round} from {len(sources)} peers"
-        )
+        self._say(f"downloading the state of round {offer.round} from {len(sources)} peers")
         try:
             await self._engine.fetch_snapshot(
                 round=offer.round, state_hash=offer.state_hash, sources=sources, timeout_s=SNAPSHOT_TIMEOUT_S
@@ -343,6 +362,7 @@ class CatchUp:
             self._held = None
             await self._engine.load_snapshot(round=offer.round, state_hash=offer.state_hash)
             self._held = HeldState(round=offer.round, state_hash=offer.state_hash)
+            self._pace.restart()
         except EngineFailed as error:
             raise StateUnavailable(f"the state of round {offer.round} cannot be had: {error}") from error
         log.info("state downloaded", round=offer.round, sources=len(sources))
@@ -350,12 +370,17 @@ class CatchUp:
     async def _replay(self, target: int, sources: tuple[PeerId, ...]) -> None:
         """Apply the commits from what is held to round `target - 1`, fetching their parts."""
         assert self._held is not None
-        for number in range(self._held.round, target):
+        first = self._held.round
+        for number in range(first, target):
             try:
                 commit = await trio.to_thread.run_sync(self._store.commit_at, number)
             except StoreError as error:
                 raise StateUnavailable(str(error)) from error
-            self._observations.setting_up("catching-up", f"replaying round {number} of {target}")
+            if self._pace.due(PACE_EVERY_S):
+                self._measure(await self._ask_tips())
+                if self._pace.too_slow and self._held.round > first:
+                    return  # to see whether a snapshot is nearer by now
+            self._say(f"replaying round {number} of {target}")
             await self._fetch_parts(commit, number, sources)
             try:
                 applied = await self._engine.apply(apply_request(commit, self._rules, my_index=None, contributed=False))

@@ -44,7 +44,7 @@ def run_lengths(values: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def claimable(tokens: Sequence[int]) -> TokenRuns:
+def claimable(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """`tokens` [P] as runs that fit a READY.
 
     After rounds that counted every other part there may be more runs than a READY may hold, and nobody would read it:

@@ -25,7 +25,7 @@ from node.daemon.store import Store
 from node.engine import api
 from protocol import chain
 from protocol.chain import ChainState, genesis
-from protocol.names import PeerId
+from protocol.names import PeerId, digest, encode_integer
 
 pytestmark = pytest.mark.slow
 
@@ -43,12 +43,19 @@ def states() -> list[ChainState]:
 STATES = states()
 
 
+def next_hash_of(round_number: int) -> bytes:
+    """As `chain_samples.next_hash`: samples' states are named after their round."""
+    return digest(b"state", encode_integer(round_number))
+
+
 @dataclass
 class Engine:
     """An outer state of which only the round is kept; the parts of `missing` are to be had at the second asking."""
 
     missing: set[int] = field(default_factory=set)
     round: int | None = None
+    seconds: float = 0.0
+    """That an apply takes."""
     applied: list[int] = field(default_factory=list)
     aside: list[tuple[int, bytes]] = field(default_factory=list)
 
@@ -88,11 +95,12 @@ class Engine:
         return api.Done(id=1)
 
     async def apply(self, request: api.Apply) -> api.Applied:
+        await trio.sleep(self.seconds)
         if self.round is None or request.new_round != self.round + 1:
             raise EngineFailed(f"round {request.new_round} does not follow the state of round {self.round}")
         self.round += 1
         self.applied.append(self.round)
-        return api.Applied(id=1, state_hash=STATES[self.round].base.state_hash, counted=(False, False))
+        return api.Applied(id=1, state_hash=next_hash_of(self.round), counted=(False, False))
 
 
 class OnePeer:
@@ -142,6 +150,7 @@ async def catch_up(
     engine_round: int | None,
     lineage: bytes | None = None,
     state_hash: bytes | None = None,
+    observations: Observations | None = None,
 ) -> ChainState:
     catching = CatchUp(
         rules=RULES,
@@ -150,7 +159,7 @@ async def catch_up(
         network=cast(Network, network),
         engine=cast(EngineClient, engine),
         store=store,
-        observations=Observations(),
+        observations=observations or Observations(),
     )
     with trio.fail_after(60):
         held = None
@@ -249,3 +258,38 @@ async def _others_went_on_from_another_state(stores: tuple[Store, Store]) -> Non
 
 def test_a_state_that_the_run_did_not_agree_on_is_set_aside(stores: tuple[Store, Store]) -> None:
     trio.run(partial(_others_went_on_from_another_state, stores))
+
+
+async def _a_slow_joiner(stores: tuple[Store, Store]) -> None:
+    """The run makes fifty rounds a second for a while, this node twenty; then the run stands still."""
+    mine, theirs = stores
+    observations, said = Observations(), set[str]()
+
+    async def run_goes_on() -> None:
+        for _ in range(40):
+            before = theirs.state
+            commit = plain_commit(before, RULES)
+            theirs.append_commit(commit, chain.commit_hash(before, RULES, commit))
+            after = step(before, RULES, commit)
+            theirs.mark_applied(after.base.round, after.base.state_hash)
+            said.add(observations.starting or "")
+            await trio.sleep(0.02)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_goes_on)
+        engine = Engine(seconds=0.05)
+        state = await catch_up(mine, OnePeer(theirs), engine, None, observations=observations)
+    assert state.base.round >= ROUNDS + 30
+    assert engine.applied == sorted(set(engine.applied)), "it goes on where it was"
+    slow = [reason for reason in said if "rounds/min while the run makes" in reason]
+    assert slow, said
+    assert "rounds.steps" in slow[0]
+    assert observations.problems["slower than the run's rounds"] >= 1
+
+
+def test_a_joiner_slower_than_the_run_says_so_and_gets_in_when_it_can(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.daemon.pace.JUDGED_AFTER_S", 0.2)
+    monkeypatch.setattr("node.daemon.catch_up.PACE_EVERY_S", 0.1)
+    trio.run(partial(_a_slow_joiner, stores))
