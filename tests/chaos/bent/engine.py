@@ -9,6 +9,8 @@ Lies about each UP that is sent: `ups-flipped` (one bit of the payload), `ups-na
 `ups-beyond` (values a million times larger than declared), `ups-short` (a byte less), `ups-greedy` (a bitmap that
 claims everybody).
 
+A lie about each result of which it is the root: `means-fabricated` (one bit of the mean; its header signs the lie).
+
 What every round's contribution was is kept as `leaves/BASE.data` in the home, for whoever recomputes the means.
 """
 
@@ -25,8 +27,11 @@ import msgspec
 from node.engine import api
 from node.engine.engine import Engine
 from node.engine.exchange import Exchange
+from node.engine.exchange_sums import WaitingSums
 from node.engine.frames import bitmap_bytes
 from node.engine.snapshots import SnapshotStore
+from protocol.exchange import Reduce, SendPartial
+from protocol.state_hash import chunk_hash
 from tests.chaos.bent import bends
 from tests.chaos.bent.strikes import Striker
 
@@ -82,6 +87,17 @@ def bend() -> None:
         striker.passing("reduced", here["round"])
         await publish(self, *arguments)
 
+    add_up = WaitingSums.add_up
+
+    async def bent_add_up(self: WaitingSums, decision: Reduce | SendPartial) -> tuple[bytes, bytes]:
+        data, data_hash = await add_up(self, decision)
+        if not data or not isinstance(decision, Reduce) or "means-fabricated" not in bends.active():
+            return data, data_hash
+        lying = bytearray(data)
+        lying[-1] ^= 1
+        return bytes(lying), chunk_hash(lying)
+
+    WaitingSums.add_up = bent_add_up  # type: ignore[method-assign]
     read_chunk, put_chunk = SnapshotStore.read_chunk, SnapshotStore.put_chunk
 
     def bent_read_chunk(self: SnapshotStore, round_number: int, *arguments: Any) -> bytes | None:
