@@ -71,6 +71,12 @@ class ChainLog:
         header = read_at(self._fd, HEADER_BYTES, 0)
         if header == MAGIC + run:
             return
+        first = self.read(HEADER_BYTES)
+        if first is not None and run in first.payload and header[: len(MAGIC)] not in _EARLIER_MAGICS:
+            # Records of this run behind a header that the disk has spoilt.
+            write_at(self._fd, MAGIC + run, 0)
+            os.fsync(self._fd)
+            return
         if len(header) == HEADER_BYTES and header.startswith(MAGIC):
             self.close()
             raise StoreError(f"{path} is the chain of run {header[len(MAGIC) :].hex()[:16]}; move it away")

@@ -19,7 +19,7 @@ from node.daemon.identity import Identity, create_data_certificate
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.storage import Storage
-from node.daemon.store import JournalState, Store
+from node.daemon.store import JournalState, Store, StoreError
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
 from node.daemon.trainer_host import TrainerHost
 from node.daemon.training import Training
@@ -95,7 +95,10 @@ class RunSession:
 
     async def run(self) -> None:
         """Returns when the run is over for this node. Raises `OperatorError`, `Fallen`."""
-        self.store.open()
+        try:
+            self.store.open()
+        except StoreError as error:
+            raise OperatorError(str(error)) from error
         try:
             await self._live()
         finally:

@@ -553,6 +553,19 @@ def test_a_record_that_went_bad_is_named(opener: Opener, tmp_path: Path) -> None
         made.commit_at(0)
 
 
+@pytest.mark.parametrize("place", [3, 20], ids=["magic", "run id"])
+def test_a_spoilt_header_before_good_records_is_mended(opener: Opener, tmp_path: Path, place: int) -> None:
+    made = opener()
+    grow(made, 3)
+    tip = made.state
+    made.close()
+    path = tmp_path / "run" / "chain.log"
+    good = path.read_bytes()
+    path.write_bytes(good[:place] + bytes([good[place] ^ 0x80]) + good[place + 1 :])
+    assert opener().state == tip
+    assert path.read_bytes() == good
+
+
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
     made = Store(tmp_path / "run", RULES, KEYRING)
     with pytest.raises(StoreError, match="call open"):
