@@ -12,6 +12,7 @@ import trio
 from libp2p.abc import INetConn, INetStream, INetwork, INotifee
 from multiaddr import Multiaddr
 
+from node.daemon import rpc
 from node.daemon.addresses import Address, parse_strangers_addresses
 from node.daemon.hardening import HardenedYamux
 from node.daemon.host import HELLO_TIMEOUT_S, DialError, HardenedHost, close_quietly
@@ -25,6 +26,7 @@ from node.daemon.streams import (
     LinkClosed,
     Refusal,
     Refused,
+    RequestFailed,
     encode_frame,
 )
 from node.errors import StrangerError
@@ -32,6 +34,9 @@ from protocol.names import Digest, PeerId
 
 PROBE_S = 3.0
 """For the link of an earlier life to answer, before it counts as dead."""
+
+WARNING_S = 10.0
+"""For a node to take in that another machine has its key."""
 
 SIMULTANEOUS_S = 5.0
 """Two connections of one pair made within this time were dialled by both at once."""
@@ -244,6 +249,7 @@ class Introductions:
             return None
         if old.incarnation != hello.incarnation:
             if await old.answers_within(PROBE_S):
+                self._nursery.start_soon(_warn, old)
                 return Refused(
                     "identity",
                     f"Another machine, at {old.remote_host}, already takes part as {peer_id}: {_ONE_KEY_ONE_NODE}",
@@ -300,6 +306,12 @@ class Introductions:
         _log.error("duplicate identity", reason=reason)
         self._owner.tell(DuplicateIdentity(reason=reason))
 
+    async def warned(self, peer: PeerId, payload: bytes) -> bytes:
+        """A peer refused another machine that has this node's key: said once in a while, since it is but a claim."""
+        if not self.fresh_alarm():
+            self.alarm_duplicate(f"{peer} was shown it by another, and refused that one")
+        return b""
+
     def fresh_alarm(self) -> str:
         """The sentence of a duplicate identity, for a while after it was last seen; else empty."""
         return self._duplicate if trio.current_time() - self._duplicate_at_s < FRESH_S else ""
@@ -309,6 +321,14 @@ class Introductions:
         if self._last_refusal is None or trio.current_time() - self._last_refusal_at_s > FRESH_S:
             return ""
         return self._last_refusal.reason
+
+
+async def _warn(twin: Link) -> None:
+    """Whoever copied a key looks at either of the two machines: both say it."""
+    try:
+        await twin.request(rpc.IDENTITY_USED_TWICE, b"", WARNING_S)
+    except RequestFailed as failure:
+        _log.debug("a node was not told that its identity is used twice", peer=twin.peer_id, why=str(failure))
 
 
 async def _retire(old: Link) -> None:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import trio
 from libp2p.tools.anyio_service import background_trio_service
 
+from node.daemon import rpc
 from node.daemon.addresses import Address, announced, parse_own_address, parse_peer_address
 from node.daemon.discovery import Discovery, describe_errors
 from node.daemon.gossip import TABLE_METHOD, Gossip
@@ -140,7 +141,10 @@ class Network:
         self._observed: dict[str, set[PeerId]] = {}
         self._announced: list[Address] = list(announce)
         self._links_changed = trio.Event()
-        self._handlers: dict[str, Handler] = {TABLE_METHOD: self.gossip.answer_table}
+        self._handlers: dict[str, Handler] = {
+            TABLE_METHOD: self.gossip.answer_table,
+            rpc.IDENTITY_USED_TWICE: self.introductions.warned,
+        }
         self._events_send, self.changes = trio.open_memory_channel[NetworkEvent](MAX_EVENTS)
 
     def _start(

@@ -15,6 +15,8 @@ MANIFEST = "manifest"
 TIP = "tip"
 CHAIN = "chain"
 DATA_TOKEN = "data-token"
+IDENTITY_USED_TWICE = "identity-used-twice"
+"""Tells, asks nothing: the receiver's key was shown by another machine, which was refused."""
 
 MAX_CHAIN_PAGE_BYTES = 2 * 1024 * 1024
 TOKEN_BYTES = 32

@@ -321,6 +321,8 @@ def test_a_second_machine_with_the_same_key_is_refused_and_told(tmp_path: Path) 
             copy = await some.start(one.address, identity=original.identity)
             await until(lambda: "already takes part as" in copy.network.reason())
             assert any(isinstance(event, DuplicateIdentity) for event in events(copy))
+            await until(lambda: "was shown it by another" in original.network.reason())
+            assert any(isinstance(event, DuplicateIdentity) for event in events(original))
             await trio.sleep(0.5)
             assert (
                 one.network.links[original.network.peer_id].incarnation == original.network.membership.mine.incarnation
