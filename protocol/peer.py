@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from protocol import chain, wire
+from protocol import chain, validity, wire
 from protocol.announcing import Announcer
 from protocol.chain import ChainState
 from protocol.describe import describe
@@ -266,7 +266,7 @@ class PeerMachine:
         elif isinstance(signed.message, Leave):
             if self.standing.presence.leave(signed, self.state):
                 self.round.assembly.forget(signed.sender)
-        elif base == mine:
+        elif base == mine or (isinstance(signed.message, Join) and validity.is_of_round_before(self.state, base)):
             self._route(signed)
         elif isinstance(signed.message, Commit):
             if self._previous is not None and base == self._previous.base:
@@ -422,7 +422,7 @@ class PeerMachine:
         self.docket.advance()
         self.announcer.beat(self.state, self.round.attempt)
         self.announcer.leave(self.state)
-        # JOIN counts only at the tip: elsewhere its base is nobody's. That others claim a later round hinders nobody.
+        # JOIN counts at the tip and one round behind it. That others claim a later round hinders nobody.
         if self.wants_membership and not self.final:
             self.announcer.join(self.state)
         if not self.final:

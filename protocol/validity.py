@@ -64,9 +64,12 @@ def check_ready(state: ChainState, rules: Rules, signed: Signed[Ready]) -> str |
 
 
 def check_join(state: ChainState, rules: Rules, signed: Signed[Join]) -> str | None:
-    """Whether this JOIN may stand in a roster of the current round. Its signature is the caller's matter."""
+    """Whether this JOIN may stand in a roster of the current round. Its signature is the caller's matter.
+
+    It may be of the round before: over slow links a JOIN of the tip comes when the tip has moved on, every time.
+    """
     join, sender = signed.message, signed.sender
-    if why := _check_base(state, join.base, "JOIN", sender):
+    if not is_of_round_before(state, join.base) and (why := _check_base(state, join.base, "JOIN", sender)):
         return why
     if member(state, sender) is not None:
         return f"the JOIN of {sender} is a member's"
@@ -75,6 +78,12 @@ def check_join(state: ChainState, rules: Rules, signed: Signed[Join]) -> str | N
     if rules.allowed_peers is not None and sender not in rules.allowed_peers:
         return f"{sender} may not join this run: it is not on the run's list of peers"
     return _check_wanted(rules, join.units_wanted, "JOIN", sender)
+
+
+def is_of_round_before(state: ChainState, base: Base) -> bool:
+    """Whether `base` is of this lineage's round before the current one. (Which commit led to it, the state forgets.)"""
+    mine = state.base
+    return (base.run, base.lineage, base.round) == (mine.run, mine.lineage, mine.round - 1)
 
 
 def check_leave(state: ChainState, signed: Signed[Leave]) -> str | None:

@@ -225,12 +225,31 @@ def test_a_newcomer_asks_to_join_and_says_why_it_waits() -> None:
 
 
 def test_nobody_talks_a_newcomer_out_of_joining_by_a_later_round() -> None:
-    """Whether there is one is for the driver to prove; a JOIN that is not at the tip is nobody's."""
+    """Whether there is one is for the driver to prove; a JOIN that is not near the tip is nobody's."""
     for teller in ("Stranger", SOLO[0]):
         newcomer = machine("Newcomer", RULES)
         base = newcomer.state.base
         later = Base(run=base.run, lineage=base.lineage, round=3, prev=digest(b"p"), state_hash=digest(b"s"))
         assert len(of_kind(newcomer.handle(beat(teller, later), 0.0), Join)) == 1
+
+
+def test_a_join_that_the_tip_has_overtaken_once_is_taken() -> None:
+    """Over slow links it always is: whoever holds the tip holds it later than those who made it."""
+    solo = Solo(RULES)
+    places: list[Base] = []
+
+    def next_round() -> None:
+        places.append(solo.machine.state.base)
+        solo.feed(solo.frozen())
+
+    for _ in range(3):
+        next_round()
+    for rounds_behind, taken in ((2, False), (1, True)):
+        join = Join(base=places[-rounds_behind], units_wanted=1)
+        data = wire.encode(wire.sign(CheapKeyring("Newcomer"), "Newcomer", join))
+        solo.feed(Received(data=data, from_peer="Newcomer"))
+        next_round()
+        assert ("Newcomer" in dict(solo.machine.state.members)) is taken
 
 
 def test_a_commit_is_served_by_the_base_that_it_extends() -> None:

@@ -151,6 +151,11 @@ def test_joins() -> None:
     assert check_join(STATE, RULES, join) is None
     assert "is a member's" in (check_join(STATE, RULES, signed(PEERS[0], join.message)) or "")
     assert "round 7" in (check_join(STATE, RULES, altered(join, base=replace(STATE.base, round=7))) or "")
+    later = replace(STATE, base=replace(STATE.base, round=1, prev=digest(b"commit 0")))
+    assert check_join(later, RULES, join) is None, "the tip has moved on once since"
+    assert "round 0" in (check_join(replace(later, base=replace(later.base, round=2)), RULES, join) or "")
+    elsewhere = replace(later, base=replace(later.base, lineage=digest(b"another lineage")))
+    assert check_join(elsewhere, RULES, join) is not None
     assert "cap of 8" in (check_join(STATE, RULES, altered(join, units_wanted=9)) or "")
     closed = replace(RULES, allowed_peers=("Friend",))
     assert "may not join" in (check_join(STATE, closed, join) or "")
