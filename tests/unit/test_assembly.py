@@ -7,7 +7,8 @@ from chain_samples import CheapKeyring, make_rules, peers
 
 from protocol import chain, planning, validity, wire
 from protocol.assembly import Assembly, Pace, absent_after
-from protocol.messages import Join, Leave, Ready, Signed
+from protocol.evidence import evidence_of
+from protocol.messages import Evidence, Join, Leave, Ready, Signed
 from protocol.names import PeerId
 from protocol.rules import Rules
 
@@ -90,6 +91,35 @@ def test_leavers_stay_out_unless_their_votes_are_needed() -> None:
     needed = assembled(3).roster(attempt=0, leaves={FIVE[0]: leave(FIVE[0])}, absent=())
     assert needed is not None
     assert [entry.sender for entry in needed.readys] == list(FIVE[:3])
+
+
+def caught(peer: PeerId) -> Evidence:
+    evidence = evidence_of(*(ready(peer, norm=norm) for norm in (1.0, 2.0)))
+    assert evidence is not None
+    return evidence
+
+
+def test_who_is_caught_stays_out_unless_its_vote_is_needed_and_has_no_slot_then() -> None:
+    roster = assembled(4).roster(attempt=0, leaves={}, absent=(), evidence=(caught(FIVE[0]),))
+    assert roster is not None
+    assert [entry.sender for entry in roster.readys] == list(FIVE[1:4])
+    needed = assembled(3).roster(attempt=0, leaves={}, absent=(), evidence=(caught(FIVE[0]),))
+    assert needed is not None
+    assert [entry.sender for entry in needed.readys] == list(FIVE[:3])
+    assert planning.contributing_of(needed, RULES) == 0b110
+    for made, held in ((roster, FIVE[:4]), (needed, FIVE[:3])):
+        leader = chain.coordinator(STATE, 0)
+        signed = wire.sign(CheapKeyring(leader), leader, made)
+        keyring = CheapKeyring("voter")
+        assert validity.check_roster(STATE, RULES, signed, keyring, held_readys_longer_than_grace=held) is None
+
+
+def test_evidence_alone_is_worth_a_roster_without_parts() -> None:
+    rules = make_rules(FIVE, min_peers=4)
+    roster = assembled(4, rules).roster(attempt=0, leaves={}, absent=(), evidence=(caught(FIVE[0]),))
+    assert roster is not None
+    assert roster.plan is None
+    assert [piece.culprit for piece in roster.evidence] == [FIVE[0]]
 
 
 def test_too_few_contributors_make_a_roster_without_parts_only_for_joins() -> None:

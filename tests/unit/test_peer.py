@@ -35,11 +35,12 @@ from protocol.events import (
     Tick,
     TrainerProgress,
 )
-from protocol.journal import decode_journal
+from protocol.journal import UNKNOWN_PAST, decode_journal
 from protocol.messages import Commit, Fetch, Have, Heartbeat, Join, Leave, PartHeader, Ready, Roster, Signed, Vote
 from protocol.names import Base, PeerId, digest
 from protocol.peer import PeerMachine
 from protocol.rules import Rules
+from protocol.votes import ATTEMPTS_KEPT
 
 PARTS = 1
 PARTS_ROOT = digest(b"parts")
@@ -211,6 +212,28 @@ def test_a_lost_journal_means_no_vote() -> None:
         assert isinstance(beat, Heartbeat)
         assert not beat.able
         assert peer.phase == "joining"
+
+
+def test_a_lost_journal_is_written_down_before_anything_else() -> None:
+    """A later life would take the missing file for a beginning, and sign again what this one cannot know of."""
+    peer = machine(SOLO[0], RULES, lost=True)
+    first = peer.handle(Tick(), 0.0)[0]
+    assert isinstance(first, Persist)
+    again = machine(SOLO[0], RULES, journal=first.journal)
+    assert not again.standing.voting
+    assert again.round.fence == again.round.touched == UNKNOWN_PAST
+
+
+def test_a_vote_is_remembered_as_long_as_a_later_life_may_look_back() -> None:
+    """That life starts in the attempt that it last voted in, which may be long before the one that this one is in."""
+    solo = Solo(RULES)
+    solo.feed(solo.frozen(), until=Apply)
+    round_ = solo.machine.round
+    votes = set(round_.my_votes)
+    assert votes == {(0, 1), (0, 2)}
+    round_.attempt = 2 * ATTEMPTS_KEPT
+    kept = {(vote.attempt, vote.phase) for vote in round_.journal().votes}
+    assert kept == votes
 
 
 def test_a_newcomer_asks_to_join_and_says_why_it_waits() -> None:

@@ -155,6 +155,17 @@ def test_what_does_not_follow_is_refused(opener: Opener) -> None:
     assert len(list(made.records())) == 2
 
 
+def test_the_chain_of_an_earlier_version_is_refused_in_one_sentence(opener: Opener, tmp_path: Path) -> None:
+    opener().close()
+    (path,) = tmp_path.rglob("chain.log")
+    data = bytearray(path.read_bytes())
+    data[: len(b"ATOLLC1\0")] = b"ATOLLC1\0"
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="earlier version of Atoll"):
+        opener()
+    assert path.read_bytes() == data, "nothing of it is touched"
+
+
 def test_another_run_is_refused(opener: Opener) -> None:
     opener().close()
     with pytest.raises(StoreError, match="is the chain of run"):
