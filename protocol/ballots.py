@@ -194,13 +194,19 @@ class Ballots:
                 record.valid = (record.attempt, decision, certificate)
                 return self._cast(2, decision)
         elif record.agreement.undecidable(record.attempt, 1) and record.agreement.nils(record.attempt, 1):
-            return self._cast(2, NIL)
+            return self._give_up_second()
         if len(record.agreement.cast(record.attempt, 1)) < record.quorum:
             return False
         if self.first_votes_s is None:
             self.first_votes_s = record.outbox.now_s
         length_s = self._length_s(None if made is not None else record.rules.grace_s)
-        return record.outbox.due(self.first_votes_s + length_s) and self._cast(2, NIL)
+        return record.outbox.due(self.first_votes_s + length_s) and self._give_up_second()
+
+    def _give_up_second(self) -> bool:
+        """NIL in phase 2; before it in phase 1, if I have not voted there. I could not any more, and an elector that
+        misses a vote which I had would wait for mine for ever.
+        """
+        return self._cast(2 if (self.record.attempt, 1) in self.record.my_votes else 1, NIL)
 
     def _content_held(self, decision: Digest, certificate: Certificate) -> bool:
         record = self.record

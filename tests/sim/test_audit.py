@@ -12,8 +12,9 @@ from sim_profiles import PROFILES, build
 from sim_sharing import shared_work
 from sim_world import Violation, World
 
-from protocol import chain
+from protocol import chain, wire
 from protocol.messages import Offence, Proposal, Ready, Roster, Vote
+from protocol.names import digest
 
 ROUNDS = 8
 """Within so many rounds of its first lie a liar is out, however rarely it leads."""
@@ -96,39 +97,32 @@ def test_a_pair_whose_sole_elector_lies_goes_on_without_it(lie: str) -> None:
     """Nobody can vote the only voter out: who has found out listens to it no more, and a REFORM makes a lineage of its
     own after `T_fork`.
     """
-    world = build("calm", 3, 2, trace=True)
-    world.start()
-    world.run(60.0, stop=lambda: world.together(2))
-    elector = honest(world)[0].state.electors[0]
-    other = next(node for node in world.nodes.values() if node.peer != elector)
-    # Alone with it, the other member sees one face only: it is told both by a third that was there.
     turn, offence = LIES[lie]
-    turn(world.nodes[elector])
-    if lie == "two votes":
-        assert other.machine is not None
-        pair = [_vote(world, elector, number) for number in range(2)]
-        for data in pair:
-            other.receive(data, elector)
-    goal = world.furthest() + 3
-    world.run(
-        world.now_s + 200.0,
-        stop=lambda: (
-            any(found.culprit == elector for who, found in world.convictions if who == other.peer)
-            and elector not in dict(other.state.members)
-            and other.state.base.round >= goal
-        ),
-    )
-    convicted = [found.offence for who, found in world.convictions if who == other.peer]
-    assert convicted == ([offence] if lie == "two votes" else convicted[:1])
+    with shared_work():
+        world = build("calm", 3, 2, trace=True)
+        world.start()
+        world.run(60.0, stop=lambda: world.together(2))
+        elector = honest(world)[0].state.electors[0]
+        other = next(node for node in world.nodes.values() if node.peer != elector)
+        turn(world.nodes[elector])
+        if lie == "two votes":
+            # Alone with it, the other sees one face only; both come by whoever was there.
+            for number in range(2):
+                other.receive(a_vote(world.nodes[elector], number), elector)
+        born = other.state.base.lineage
+        goal = world.furthest() + 3
+        world.run(
+            world.now_s + 200.0,
+            stop=lambda: other.state.base.lineage != born and other.state.base.round >= goal,
+        )
+    assert [found.offence for who, found in world.convictions if who == other.peer] == [offence]
+    assert [peer for peer, _ in other.state.members] == [other.peer], where(world)
+    assert other.state.base.round >= goal, where(world)
 
 
-def _vote(world: World, voter: str, number: int) -> bytes:
-    from protocol import wire
-    from protocol.names import digest
-
-    node = world.nodes[voter]
+def a_vote(node: Node, number: int) -> bytes:
     vote = Vote(base=node.state.base, attempt=9, phase=1, value=digest(bytes([number])))
-    return wire.encode(wire.sign(node.keyring, voter, vote))
+    return wire.encode(wire.sign(node.keyring, node.peer, vote))
 
 
 WEATHERS = [("lossy", 4), ("crashy", 4), ("partition", 5), ("churn", 4), ("open", 5)]

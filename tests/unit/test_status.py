@@ -15,7 +15,7 @@ import trio
 from node.daemon import http
 from node.daemon.http import serve
 from node.errors import OperatorError
-from node.status import ExportPoint, LastRound, MemberStatus, Peers, Status
+from node.status import AuditStatus, ExportPoint, LastRound, MemberStatus, Peers, Status
 
 STATUS = Status(
     peer_id="12D3KooWa",
@@ -37,6 +37,8 @@ STATUS = Status(
         exchange_s=0.2,
         commit_s=0.3,
     ),
+    audits=AuditStatus(right=7, wrong=1, skipped={"too late": 2}, seconds=1.5, bytes_received=640),
+    caught={"12D3KooWc": "two VOTEs in one phase of an attempt"},
     problems={"a bad signature": 2},
 )
 
@@ -122,6 +124,10 @@ def test_metrics_are_prometheus_text(tmp_path: Path) -> None:
         assert 'atoll_problems_total{reason="a bad signature"} 2.0' in text
         assert "atoll_last_round_contributors 2.0" in text
         assert "atoll_tokens_total 1000.0" in text
+        for result, count in (("right", 7), ("wrong", 1), ("skipped", 2)):
+            assert f'atoll_audits_total{{result="{result}"}} {count}.0' in text
+        assert "atoll_audit_received_bytes_total 640.0" in text
+        assert "atoll_caught_peers 1.0" in text
 
     run_server(tmp_path / "control", client)
 
