@@ -53,6 +53,9 @@ FIRST_RETRY_S = 0.5
 MAX_BOOTSTRAP_RETRY_S = 15.0
 MAX_RETRY_ALONE_S = 15.0
 MAX_RETRY_S = 60.0
+RETRY_EACH_S = 1.0
+"""Of many who cannot be reached, one is dialled about so often; few are dialled as often as by a node alone, since half
+of a run that was cut in two has company, and is to find the other half soon."""
 POLITE_DELAY_S = 2.0
 """Of a pair that learn of each other, the one with the greater id dials so much later: one connection, not two."""
 
@@ -304,7 +307,9 @@ class Discovery:
                     await self._owner.connect(peer_id, candidate.addresses)
         except (DialError, Refused) as error:
             candidate.failures += 1
-            longest_s = MAX_RETRY_S if self._owner.links else MAX_RETRY_ALONE_S
+            missing = sum(1 for peer in self._candidates if peer not in self._owner.links)
+            crowd_s = min(MAX_RETRY_S, max(MAX_RETRY_ALONE_S, RETRY_EACH_S * missing))
+            longest_s = crowd_s if self._owner.links else MAX_RETRY_ALONE_S
             wait_s = min(FIRST_RETRY_S * 2 ** min(candidate.failures, 10), longest_s)
             candidate.due_s = trio.current_time() + wait_s * random.uniform(0.7, 1.3)
             _log.debug("a peer cannot be reached", peer=peer_id, why=str(error), retry_in_s=round(wait_s, 1))

@@ -27,6 +27,8 @@ from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
+from node.sockets import keep_trying
+
 CONNECT_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 30.0
 """How long a stream may wait for the peer to read before it counts as broken."""
@@ -253,12 +255,13 @@ class HardenedTCP(TCP):  # type: ignore[misc]
     async def _dial_resolved(self, maddr: Multiaddr, source: tuple[str, int] | None = None) -> Any:
         with trio.fail_after(CONNECT_TIMEOUT_S):
             connection = await super()._dial_resolved(maddr, source)
-        note_remote_address(connection.stream)
+        note_connection(connection.stream)
         return connection
 
 
-def note_remote_address(stream: Any) -> tuple[str, int]:
-    """Host and port at the other end of a TCP stream, also for IPv6, where the library answers None."""
+def note_connection(stream: Any) -> tuple[str, int]:
+    """A new TCP stream's options, and host and port at its other end: for IPv6 the library would answer None."""
+    keep_trying(stream.stream.socket)
     name = stream.stream.socket.getpeername()
     stream._cached_remote_address = (str(name[0]), int(name[1]))
     return str(name[0]), int(name[1])

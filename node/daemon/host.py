@@ -39,7 +39,7 @@ from node.daemon.hardening import (
     HardenedPeerStore,
     HardenedTCP,
     HardenedYamux,
-    note_remote_address,
+    note_connection,
     quieten_libp2p,
 )
 from node.daemon.identity import Identity
@@ -139,7 +139,7 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
         block = "unknown"
         muxed: HardenedYamux | None = None
         try:
-            block = address_block(note_remote_address(read_write_closer)[0])
+            block = address_block(note_connection(read_write_closer)[0])
             with self.admission.pend(block):
                 muxed = await self.upgrade_inbound_raw_conn(RawConnection(read_write_closer, False), maddr)
                 with trio.move_on_after(HELLO_TIMEOUT_S) as waiting:

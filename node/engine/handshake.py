@@ -19,6 +19,7 @@ import trio
 from node.engine import tls
 from node.errors import StrangerError
 from node.peer_id import MAX_PEER_ID_CHARACTERS, public_key_of
+from node.sockets import keep_trying
 
 MAX_LANES = 8
 TOKEN_BYTES = 32
@@ -87,6 +88,7 @@ async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: 
             tcp = await trio.open_tcp_stream(host, port)
     except (OSError, ValueError, trio.TooSlowError) as error:
         raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+    keep_trying(tcp.socket)
     stream = trio.SSLStream(tcp, tls.client_context(), https_compatible=True)
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
@@ -117,6 +119,7 @@ async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenB
 
     Raises `StrangerError`; the caller closes `tcp`.
     """
+    keep_trying(tcp.socket)
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
             await _expect_tls_record(tcp)
