@@ -123,14 +123,17 @@ class Training:
         self._hard_reset = False
         if self._host.attached and self._welcomed_round is not None:
             self._welcomed_round = state.base.round
-            await self._host.committed(
-                wire.Committed(
-                    counted=counted if counted is not None else (),
-                    part_elements=self._rules.part_elements,
-                    hard_reset=reset,
-                    start=start,
+            # Also when the engine dies at this very moment: a trainer that never heard which of its work was counted
+            # would wait for it through all rounds to come.
+            with trio.CancelScope(shield=True):
+                await self._host.committed(
+                    wire.Committed(
+                        counted=counted if counted is not None else (),
+                        part_elements=self._rules.part_elements,
+                        hard_reset=reset,
+                        start=start,
+                    )
                 )
-            )
         else:
             self._host.poke()
         self._post_progress()

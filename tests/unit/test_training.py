@@ -69,6 +69,7 @@ class Host:
         pass
 
     async def committed(self, message: wire.Committed) -> None:
+        await trio.lowlevel.checkpoint()
         self.told.append(message)
 
 
@@ -139,6 +140,22 @@ async def _a_commit_overtakes_the_contribution(tmp_path: Path) -> None:
 
 def test_a_contribution_encoded_too_late_says_nothing_about_the_next_round(tmp_path: Path) -> None:
     trio.run(partial(_a_commit_overtakes_the_contribution, tmp_path), clock=_clock())
+
+
+async def _the_engine_dies_after_a_commit(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.engine.answer.set()
+    await scene.training.resume(FIRST)
+    await scene.attach()
+    await scene.training.handle(WORK)
+    with trio.CancelScope() as session:
+        session.cancel()
+        await scene.training.begin(SECOND, counted=(True,) * PARTS, hard_reset=False)
+    assert [message.counted for message in scene.host.told] == [(True,) * PARTS]
+
+
+def test_a_trainer_hears_what_was_counted_whatever_happens_to_the_engine(tmp_path: Path) -> None:
+    trio.run(partial(_the_engine_dies_after_a_commit, tmp_path), clock=_clock())
 
 
 async def _a_full_disk(tmp_path: Path) -> None:
