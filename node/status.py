@@ -129,6 +129,23 @@ class AuditStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
 
 
+class LostLineage(msgspec.Struct, frozen=True, kw_only=True):
+    """A lineage that this node was on, that lost against another, and was given up (protocol section 10)."""
+
+    lineage: str
+    """Hex."""
+    followed: str
+    """The one that won."""
+    since_round: int
+    """Where the two parted."""
+    rounds: int
+    """Committed on it since then."""
+    tokens: int
+    """Counted in those by all of its members."""
+    own_tokens: int
+    """And by this node; they are in `work.discarded` too."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """One node's answer to "what is going on?"."""
 
@@ -149,6 +166,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     final_round: int | None = None
     state_hash: str | None = None
     lineage: str | None = None
+    left_lineage: str | None = None
+    """This node's own, kept until the one that won has taken it in; see `reason`."""
+    lost_lineages: tuple[LostLineage, ...] = ()
+    """Given up since the start, newest last."""
     members: int = 0
     """Members alive, this node included."""
     member_list: tuple[MemberStatus, ...] = ()

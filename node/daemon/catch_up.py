@@ -48,6 +48,10 @@ class StateUnavailable(AtollError):
     """No peer offers what is missing at the moment; worth another try."""
 
 
+class WinnerGone(AtollError):
+    """Nobody of the lineage that won is there any more, before its state was: go back to the one that was left."""
+
+
 class Followed(enum.Enum):
     NOTHING = enum.auto()
     """The peer could not help."""
@@ -118,13 +122,20 @@ class CatchUp:
 
         `lineage`: the one that won (`protocol.lineages`): if this node's chain is not part of it, what is behind the
         branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
+        Raises `WinnerGone` when a lineage was left and nobody of the other has been there for `T_fork`.
         """
         self._no_help.clear()
         self._pace.begin()
         self._held = held
+        there_s = trio.current_time()
         while True:
             tips = await self._ask_tips()
             self._measure(tips)
+            followed_lineage = self._store.state.base.lineage
+            if self._store.left is None or any(tip.tip.lineage == followed_lineage for tip in tips):
+                there_s = trio.current_time()
+            elif trio.current_time() > there_s + self._rules.fork_timeout_s:
+                raise WinnerGone(f"nobody of lineage {followed_lineage.hex()[:8]} is connected any more")
             try:
                 for tip in self._worth_following(tips, lineage):
                     won = tip.tip.lineage == lineage != self._store.state.base.lineage
@@ -250,17 +261,29 @@ class CatchUp:
                 page = await self._page(tip.peer, place)
                 place, same = await trio.to_thread.run_sync(self._store.shared, place, page.records)
             page = rpc.ChainPage(known=True, records=page.records[same:], more=page.more)
+            await self._check_winner(tip, place, page)
             await trio.to_thread.run_sync(self._store.switch, place, page.records, tip.tip.state_hash)
             log.error(
-                "this node's lineage lost: its rounds since the branching are discarded",
+                "this node's lineage lost: another is followed, and this one kept until that has taken the node in",
                 rounds=before.round - place.round,
                 since_round=place.round,
                 left=before.lineage.hex()[:16],
-                joined=tip.tip.lineage.hex()[:16],
+                followed=tip.tip.lineage.hex()[:16],
             )
             self._observations.count(["lineage left"])
             return page
         raise StrangerError(f"{tip.peer} shares no place with this chain, not even the run's beginning")
+
+    async def _check_winner(self, tip: PeerTip, place: Base, page: rpc.ChainPage) -> None:
+        """That a peer names the lineage that won is a claim: its records lead there, or nothing is left for it."""
+        state = await trio.to_thread.run_sync(self._store.state_at, place)
+        while True:
+            state, places = await trio.to_thread.run_sync(self._store.read_on, state, page.records)
+            if any(one.lineage == tip.tip.lineage for one in places):
+                return
+            if not page.more or not page.records:
+                raise StrangerError(f"the chain of {tip.peer} does not lead to the lineage that it names")
+            page = await self._page(tip.peer, state.base)
 
     # ------------------------------------------------------------ state
 

@@ -10,6 +10,7 @@ sector) is copied to `chain.log.torn-OFFSET` and cut off. All calls block on the
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,6 +58,31 @@ def _checksum(kind: int, payload: bytes) -> Digest:
     return hasher.digest()
 
 
+def _frame_at(fd: int, offset: int) -> Frame | None:
+    head = read_at(fd, _FRAME.size, offset)
+    if len(head) < _FRAME.size:
+        return None
+    length, kind, checksum = _FRAME.unpack(head)
+    if length > MAX_PAYLOAD_BYTES or kind not in FrameKind.__members__.values():
+        return None
+    payload = read_at(fd, length, offset + _FRAME.size)
+    if len(payload) < length or _checksum(kind, payload) != checksum:
+        return None
+    return Frame(offset=offset, kind=FrameKind(kind), payload=payload)
+
+
+def frames_of(path: Path) -> Iterator[Frame]:
+    """Whole frames of a file that holds nothing else (`ChainLog.copy`), up to the first that is not."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        offset = 0
+        while (frame := _frame_at(fd, offset)) is not None:
+            yield frame
+            offset = frame.end
+    finally:
+        os.close(fd)
+
+
 class ChainLog:
     """One open log. Not safe for two threads at once: `node.daemon.store.Store` serialises."""
 
@@ -101,16 +127,7 @@ class ChainLog:
 
     def read(self, offset: int) -> Frame | None:
         """The frame at `offset`; None: none that is whole."""
-        head = read_at(self._fd, _FRAME.size, offset)
-        if len(head) < _FRAME.size:
-            return None
-        length, kind, checksum = _FRAME.unpack(head)
-        if length > MAX_PAYLOAD_BYTES or kind not in FrameKind.__members__.values():
-            return None
-        payload = read_at(self._fd, length, offset + _FRAME.size)
-        if len(payload) < length or _checksum(kind, payload) != checksum:
-            return None
-        return Frame(offset=offset, kind=FrameKind(kind), payload=payload)
+        return _frame_at(self._fd, offset)
 
     def append(self, kind: FrameKind, payload: bytes) -> int:
         """Writes a frame, durably, and returns its offset. On `OSError` (disk full) nothing of it stays."""
@@ -130,16 +147,28 @@ class ChainLog:
         """Copy what lies behind `offset` aside, to `chain.log.NAME-OFFSET`, then take it out of the log."""
         size = os.fstat(self._fd).st_size
         if offset < size:
-            aside = self._path.with_name(f"{self._path.name}.{name}-{offset}")
-            with aside.open("wb") as file:
-                for start in range(offset, size, _COPY_BYTES):
-                    file.write(read_at(self._fd, min(_COPY_BYTES, size - start), start))
-                file.flush()
-                os.fsync(file.fileno())
-            sync_directory(self._path.parent)
-            os.ftruncate(self._fd, offset)
-            os.fsync(self._fd)
-            self.set_aside = aside
+            self.set_aside = self.copy(offset, size, name)
+            self.truncate(offset)
+        self.end = offset
+
+    def copy(self, start: int, stop: int, name: str, behind: Path | None = None) -> Path:
+        """What lies from `start` to `stop`, and then all of the file `behind`, durably in `chain.log.NAME-START`."""
+        aside = self._path.with_name(f"{self._path.name}.{name}-{start}")
+        with aside.open("wb") as file:
+            for at in range(start, stop, _COPY_BYTES):
+                file.write(read_at(self._fd, min(_COPY_BYTES, stop - at), at))
+            if behind is not None:
+                with behind.open("rb") as more:
+                    shutil.copyfileobj(more, file, _COPY_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(self._path.parent)
+        return aside
+
+    def truncate(self, offset: int) -> None:
+        """Take what lies behind `offset` out of the log, durably."""
+        os.ftruncate(self._fd, offset)
+        os.fsync(self._fd)
         self.end = offset
 
     def close(self) -> None:

@@ -216,7 +216,12 @@ class WorkLedger:
         if left >= 0:
             self._discard(LINEAGE_LOST, left)
         else:
-            self._abandon_claim(WITH_THE_TRAINER)
+            # Back on a lineage that was left, and whose work was reported as lost with it.
+            known = min(account.discarded.get(LINEAGE_LOST, 0), -left)
+            self._discard(LINEAGE_LOST, -known)
+            left += known
+            if left < 0:
+                self._abandon_claim(WITH_THE_TRAINER)
             for part, carried in enumerate(self._carried):
                 known = min(carried, -left)
                 self._carried[part] -= known
@@ -224,9 +229,18 @@ class WorkLedger:
             account.produced -= left
         return max(0, left) // account.parts
 
-    def discard(self, reason: str) -> int:
-        """All that was handed over and is in no commit is lost; the trainer's next `Loaded` tells of the rest."""
-        self._abandon_claim(reason)
+    def discard(self, reason: str, *, frozen_stays: bool = False) -> int:
+        """All that was handed over and is in no commit is lost; the trainer's next `Loaded` tells of the rest.
+
+        `frozen_stays`: the frozen bytes are kept, with the lineage that they are for; they may be counted yet.
+        """
+        claim = self.account.claim
+        if claim is not None and frozen_stays:
+            if not claim.orphaned:
+                self._carried = [mine - held for mine, held in zip(self._carried, from_runs(claim.held), strict=True)]
+                self.account.claim = msgspec.structs.replace(claim, orphaned=True)
+        else:
+            self._abandon_claim(reason)
         lost = sum(self._carried)
         self._carried = [0] * self.account.parts
         self._discard(reason, lost)

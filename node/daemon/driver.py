@@ -71,6 +71,11 @@ class Corrupt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The lineage that was followed did not take this node in: back to the one that it left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
     """The run is over, or `--max-rounds` is reached."""
 
@@ -115,7 +120,7 @@ class Driver:
         self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](math.inf)
         self._room_for_messages = trio.Semaphore(WAITING_MESSAGES)
         self._nursery: trio.Nursery
-        self._outcome: Behind | Corrupt | Over | None = None
+        self._outcome: Behind | Corrupt | Refused | Over | None = None
         self._stopped: deque[Digest] = deque(maxlen=STOPPED_KEPT)
         """Rosters that were stopped, in case their start is still on its way to the engine."""
         self._snapshot_done = trio.Event()
@@ -135,12 +140,12 @@ class Driver:
         """Until no exchange or vote is under way. The caller sets the deadline."""
         await self._between_rounds.wait()
 
-    async def run(self) -> Behind | Corrupt | Over:
+    async def run(self) -> Behind | Corrupt | Refused | Over:
         """Raises `Fallen` on an alarm of the protocol."""
         self._observations.began_round(self.machine.state.base.round)
         if not self._storage.able:
             self.post(events.StorageAble(able=False))
-        await self._training.resume(self.machine.state)
+        await self._training.resume(self.machine.state, frozen_stays=self._store.left is not None)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._from_network)
@@ -249,12 +254,17 @@ class Driver:
                 self._nursery.start_soon(self._training.rebase, self.machine.state)
             case events.CatchUp():
                 if effect.lineage != self.machine.state.base.lineage:
+                    log.warning("another lineage is followed", why=self.machine.meeting.says)
                     self._outcome = self._outcome or Behind(peer=effect.peer, lineage=effect.lineage)
                 elif not self._proving:
                     self._proving = True
                     self._nursery.start_soon(self._prove_behind, effect)
             case events.LearnLineage():
                 self._nursery.start_soon(self._learn_lineage, effect.peer)
+            case events.LineageLeft():
+                self._nursery.start_soon(self._give_up_left)
+            case events.LineageResumed():
+                self._outcome = self._outcome or Refused()
             case events.Misbehaved():
                 if self._observations.misbehaved(effect.why):
                     log.warning("bad input from a peer", peer=effect.peer, why=effect.why)
@@ -317,6 +327,28 @@ class Driver:
         if isinstance(learned, events.LineageUnproven):
             self._observations.count(["lineage claimed without proof"])
         self.post(learned)
+
+    async def _give_up_left(self) -> None:
+        """This node is a member of the lineage that it followed: what went with its own is said once."""
+        while True:
+            try:
+                lost = await trio.to_thread.run_sync(self._store.give_up_left, self.machine.me)
+                break
+            except OSError as error:
+                log.warning("the lineage that was left cannot be given up yet", why=str(error))
+            await trio.sleep(DISK_RETRY_S)
+        if lost is not None:
+            self._observations.lost_lineages.append(lost)
+            self._observations.count(["lineage lost"])
+            log.error(
+                "this node's own lineage is given up: what it counted since the branching is discarded",
+                lineage=lost.lineage[:16],
+                followed=lost.followed[:16],
+                since_round=lost.since_round,
+                rounds=lost.rounds,
+                own_tokens=lost.own_tokens,
+                tokens=lost.tokens,
+            )
 
     async def _ask(self, request: Callable[[], object]) -> None:
         """A request whose failure the protocol's own deadlines take care of."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from node.status import MAX_HISTORY_ROUNDS, AuditStatus, HistoryRound, LastRound, WorkStatus
+from node.status import MAX_HISTORY_ROUNDS, AuditStatus, HistoryRound, LastRound, LostLineage, WorkStatus
 from protocol.chain import ChainState
 from protocol.events import Verdict
 from protocol.messages import Commit
@@ -19,6 +19,7 @@ from protocol.weights import tokens_of
 
 MAX_MISBEHAVIOURS = 64
 """Different sentences about strangers' input that are counted one by one: what they say may stand in them."""
+MAX_LOST_LINEAGES = 16
 MAX_SENTENCE_CHARACTERS = 200
 OTHER_MISBEHAVIOUR = "other bad input from peers"
 
@@ -97,6 +98,7 @@ class Observations:
     excluded_here: dict[str, str] = field(default_factory=dict)
     last_round: LastRound | None = None
     history: deque[HistoryRound] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY_ROUNDS))
+    lost_lineages: deque[LostLineage] = field(default_factory=lambda: deque(maxlen=MAX_LOST_LINEAGES))
     problems: Counter[str] = field(default_factory=Counter)
     _misbehaviours: set[str] = field(default_factory=set)
     work: WorkStatus = field(default_factory=WorkStatus)

@@ -6,13 +6,15 @@ attaches); what must last lies in the store and in the engine's folder.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import structlog
 import trio
 
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
-from node.daemon.catch_up import CatchUp, HeldState
-from node.daemon.driver import LEAVE_SPREADS_S, Corrupt, Driver, Over
+from node.daemon.catch_up import CatchUp, HeldState, WinnerGone
+from node.daemon.driver import LEAVE_SPREADS_S, Corrupt, Driver, Over, Refused
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
@@ -83,6 +85,8 @@ class RunSession:
         self._training: Training | None = None
         self._engine_was_open = False
         self._left_state: ChainState | None = None
+        self._returns = 0
+        """How often another lineage was followed in vain since the last that took this node in."""
 
     @property
     def machine(self) -> PeerMachine | None:
@@ -148,7 +152,7 @@ class RunSession:
             await driver.wait_between_rounds()
         base = driver.machine.state.base
         await engine.save_snapshot(round=base.round)
-        return str(self._engine_directory / "snapshots" / f"{base.round}-{base.state_hash.hex()}"), base
+        return str(self._snapshot_path(base)), base
 
     # ------------------------------------------------------------ engine
 
@@ -330,9 +334,21 @@ class RunSession:
         )
         held = None if fresh else await self._resumed(engine)
         await look_for(self.store.state, self._network, self._observations, self.manifest.limits.fork_timeout_s)
+        if self.store.left is not None and self.store.left.resuming:
+            await self._resume_left()
+            held = None
         lineage: Digest | None = None
         while True:
-            state = await catch_up.run(held, lineage)
+            try:
+                state = await catch_up.run(held, lineage)
+            except WinnerGone as gone:
+                log.warning("the lineage that was left is resumed", why=str(gone))
+                await self._resume_left()
+                held, lineage = None, None
+                continue
+            left = self.store.left
+            if left is None and lineage is not None:
+                await trio.to_thread.run_sync(self.store.left_files.forget)  # nothing had to be left
             journal, journal_state = self.store.read_journal()
             machine = PeerMachine(
                 rules=self.rules,
@@ -345,6 +361,8 @@ class RunSession:
                 wants_membership=True,
                 incarnation=self._incarnation,
                 now_s=trio.current_time(),
+                left=left.tip if left is not None else None,
+                returns=self._returns,
             )
             self.driver = Driver(
                 machine=machine,
@@ -362,6 +380,8 @@ class RunSession:
             self._observations.starting = None
             self._publish_tip()
             outcome = await self.driver.run()
+            if left is not None and self.store.left is None:
+                self._returns = 0
             if isinstance(outcome, Over):
                 return
             base = machine.state.base
@@ -372,9 +392,40 @@ class RunSession:
             if isinstance(outcome, Corrupt):
                 await self._set_aside(catch_up, outcome.effect)
                 held, lineage = None, None
+            elif isinstance(outcome, Refused):
+                log.warning("the lineage that was followed did not take this node in: its own is resumed")
+                await self._resume_left()
+                held, lineage = None, None
             else:
+                if outcome.lineage != base.lineage and self.store.left is None:
+                    await self._keep_state(engine, base)
                 log.warning("behind the run: catching up", round=base.round, peer=outcome.peer)
                 lineage = outcome.lineage
+
+    async def _keep_state(self, engine: EngineClient, base: Base) -> None:
+        """The outer state at the tip of a lineage that may be left: without it the way back needs others' bytes."""
+        self._observations.setting_up("catching-up", f"keeping the state of round {base.round} before it is left")
+        try:
+            await engine.save_snapshot(round=base.round)
+            await trio.to_thread.run_sync(self.store.left_files.keep_state, self._snapshot_path(base))
+        except (EngineFailed, OSError) as error:
+            log.warning("the state of the lineage that is left cannot be kept", round=base.round, why=str(error))
+
+    async def _resume_left(self) -> None:
+        """Back to the lineage that was left; its state is loaded like any other of this chain."""
+        self._returns += 1
+        while True:
+            try:
+                await trio.to_thread.run_sync(self.store.resume_left, self._engine_directory / "snapshots")
+                self._observations.count(["lineage resumed"])
+                return
+            except (OSError, StoreError) as error:
+                self._observations.setting_up("catching-up", f"the lineage that was left cannot be resumed: {error}")
+                log.error("the lineage that was left cannot be resumed", why=str(error))
+            await trio.sleep(ENGINE_RETRY_S)
+
+    def _snapshot_path(self, base: Base) -> Path:
+        return self._engine_directory / "snapshots" / f"{base.round}-{base.state_hash.hex()}"
 
     async def _set_aside(self, catch_up: CatchUp, corrupt: events.StateCorrupt) -> None:
         """This node computed another state than the others: from a good one on disk, or from theirs (section 8)."""

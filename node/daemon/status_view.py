@@ -87,6 +87,7 @@ class StatusView:
             phase, reason = "leaving", "the operator asked this node to stop"
         state = session.state if session is not None else None
         base = state.base if state is not None else None
+        left = session.store.left if session is not None else None
         progress = self._host.progress
         return Status(
             peer_id=self._identity.peer_id,
@@ -101,6 +102,8 @@ class StatusView:
             final_round=session.rules.final_round if session is not None else None,
             state_hash=base.state_hash.hex() if base is not None else None,
             lineage=base.lineage.hex() if base is not None else None,
+            left_lineage=left.tip.lineage.hex() if left is not None else None,
+            lost_lineages=tuple(seen.lost_lineages),
             members=self._members_alive(),
             member_list=self._member_list(),
             group=tuple(peer for peer, _ in state.members) if state is not None else (),

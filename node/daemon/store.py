@@ -15,17 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from node.daemon.chain_checkpoint import Entry, load_checkpoint, save_checkpoint
 from node.daemon.chain_log import HEADER_BYTES, ChainLog, Frame, FrameKind, StoreError
+from node.daemon.left_lineage import LeftChain, LeftLineage
 from node.daemon.run_files import JournalState, load_manifest, read_journal, save_manifest, write_journal
 from node.errors import StrangerError
+from node.status import LostLineage
 from protocol.chain import ChainState, genesis, lineage_of, next_state, reform_state
 from protocol.commits import verify_commit, verify_reform
 from protocol.lineages import Place
 from protocol.messages import Commit, Reformed
-from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring
+from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring, PeerId
 from protocol.rules import Rules
 from protocol.wire import WireError, decode_body, decode_commit, encode_body, encode_commit
 
@@ -69,6 +72,8 @@ class Store:
         """By round: the commit's place in `_entries`."""
         self._state = genesis(rules)
         self._checkpointed = 0
+        self.left_files = LeftLineage(directory=directory)
+        self._left: LeftChain | None = None
         self._states: dict[int, ChainState] = {}
         """Number of records → where the chain stood behind them, for some. The state hash may be certain by now."""
 
@@ -93,6 +98,7 @@ class Store:
             if chain_log.set_aside is not None:
                 log.error("the end of the chain log was damaged: set aside", file=str(chain_log.set_aside))
             self._log = chain_log
+            self._load_left()
 
     def close(self) -> None:
         """Writes a checkpoint, so that the next opening is quick. Idempotent."""
@@ -232,6 +238,8 @@ class Store:
                 self._push(kind, self._write(kind, record[1:]), state)
             if self._hash_is_open():
                 self._state = _with_hash(self._state, tip_state_hash)
+            if self._left is not None and self._has(self._left.tip):
+                self._forget_left()  # what was followed has come back to it
 
     def check(self, record: bytes) -> None:
         """Whether a peer's record follows this chain; nothing is kept. Raises `StrangerError` or `InvalidCommit`."""
@@ -258,9 +266,7 @@ class Store:
         is not on the chain here, `StrangerError` or `InvalidCommit`.
         """
         with self._lock:
-            position = self._position_after(place.round, place.prev, place.lineage)
-            if position is None:
-                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            position = self._position_of(place)
             state = self._state_behind(position)
             for count, record in enumerate(records):
                 _, content = self._verified(state, record)
@@ -275,9 +281,7 @@ class Store:
     def course(self, place: Base) -> tuple[Place, ...]:
         """Every place of this chain from `place` to its tip. Raises `StoreError` if `place` is not on it."""
         with self._lock:
-            position = self._position_after(place.round, place.prev, place.lineage)
-            if position is None:
-                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            position = self._position_of(place)
             state = self._state_behind(position)
             places = [Place.of(state, self._rules)]
             for entry in self._entries[position:]:
@@ -300,9 +304,7 @@ class Store:
     def state_at(self, place: Base) -> ChainState:
         """Where the chain stood at `place`. Raises `StoreError` if that is not on the chain here."""
         with self._lock:
-            position = self._position_after(place.round, place.prev, place.lineage)
-            if position is None:
-                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            position = self._position_of(place)
             return self._state_behind(position)
 
     def _followed(self, state: ChainState, content: Commit | Reformed) -> ChainState:
@@ -314,23 +316,99 @@ class Store:
     def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
         """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).
 
-        What is left lies beside the log as `chain.log.left-OFFSET`. Nothing is left for a record that does not verify;
-        otherwise as `extend`. Raises `StoreError` if `place` is not on the chain here.
+        What is left is kept (`left`) until `give_up_left` or `resume_left`. Nothing is left for a record that does not
+        verify; otherwise as `extend`. Raises `StoreError` if `place` is not on the chain here.
         """
         with self._lock:
-            position = self._position_after(place.round, place.prev, place.lineage)
-            if position is None:
-                raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+            position = self._position_of(place)
             if records and position < len(self._entries):
-                state = self._state_behind(position)
-                self._verified(state, records[0])
-                (self._directory / "chain.checkpoint").unlink(missing_ok=True)
-                self._opened().cut(self._entries[position].offset, "left")
-                del self._entries[position:]
-                self._commits = [number for number in self._commits if number < position]
-                self._states = {count: known for count, known in self._states.items() if count <= position}
-                self._state, self._checkpointed = state, 0
+                self._verified(self._state_behind(position), records[0])
+                self._keep_left(position)
+                self._go_back(position)
             self.extend(records, tip_state_hash)
+
+    @property
+    def left(self) -> LeftChain | None:
+        """The chain that was left last, if it is not decided yet whether it is given up."""
+        return self._left
+
+    def resume_left(self, snapshots: Path) -> None:
+        """Go back to the chain that was left; its outer state goes to the engine's folder `snapshots`.
+
+        Raises `StoreError`, `OSError`: then call it again, also in a later life (`LeftChain.resuming`).
+        """
+        with self._lock:
+            left = self._left
+            if left is None:
+                raise StoreError(f"no lineage that was left is kept in {self._directory}")
+            self._left = msgspec.structs.replace(left, resuming=True)
+            self.left_files.save(self._left)
+            self._go_back(self._position_of(left.place))
+            for frame in self.left_files.frames(left):
+                self._take(replace(frame, offset=self._write(frame.kind, frame.payload)))
+            self.left_files.give_state_back(snapshots)
+            self._forget_left()
+
+    def give_up_left(self, me: PeerId) -> LostLineage | None:
+        """The lineage that was left is given up for good: what is lost with it. Raises `OSError`."""
+        with self._lock:
+            if self._left is None:
+                return None
+            lost = self.left_files.lost(self._left, self._rules, me, self._state.base.lineage)
+            self._forget_left()
+            return lost
+
+    def _forget_left(self) -> None:
+        self._left = None
+        self.left_files.forget()
+
+    def _keep_left(self, position: int) -> None:
+        """Before the log is cut behind the first `position` records."""
+        chain_log, entry = self._opened(), self._entries[position]
+        left = self._left
+        place = self._entries[position - 1].after if position else genesis(self._rules).base
+        if left is None:
+            tail = chain_log.copy(entry.offset, chain_log.end, "left")
+            left = LeftChain(place=place, tip=self._state.base, tail=tail.name)
+        else:
+            # A second lineage is followed before the first has taken this node in: what it left first is its own.
+            parted = self._position_of(left.place)
+            if parted <= position:
+                return
+            older = self._directory / left.tail
+            tail = chain_log.copy(entry.offset, self._entries[parted].offset, "left", behind=older)
+            left = LeftChain(place=place, tip=left.tip, tail=tail.name)
+        self.left_files.save(left)
+        self._left = left
+
+    def _load_left(self) -> None:
+        """What a life before this one left."""
+        left = self.left_files.load()
+        if left is not None and not left.resuming and (self._has(left.tip) or not self._has(left.place)):
+            self.left_files.forget()
+            return
+        self._left = left
+
+    def _go_back(self, position: int) -> None:
+        """Only the first `position` records stay."""
+        if position < len(self._entries):
+            state = self._state_behind(position)
+            (self._directory / "chain.checkpoint").unlink(missing_ok=True)
+            self._opened().truncate(self._entries[position].offset)
+            del self._entries[position:]
+            self._commits = [number for number in self._commits if number < position]
+            self._states = {count: known for count, known in self._states.items() if count <= position}
+            self._state, self._checkpointed = state, 0
+
+    def _has(self, place: Base) -> bool:
+        return self._position_after(place.round, place.prev, place.lineage) is not None
+
+    def _position_of(self, place: Base) -> int:
+        """As `_position_after`, of a place that is on the chain here. Raises `StoreError` if it is not."""
+        position = self._position_after(place.round, place.prev, place.lineage)
+        if position is None:
+            raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
+        return position
 
     def _verified(self, state: ChainState, record: bytes) -> tuple[FrameKind, Commit | Reformed]:
         """What a peer's record says, verified to follow `state`. Raises `StrangerError`, `InvalidCommit`."""

@@ -92,15 +92,18 @@ class Training:
         """No round goes on (start, catching up, no engine): an attaching trainer waits, and is told why."""
         self._paused = reason
 
-    async def resume(self, state: ChainState) -> None:
-        """Rounds go on from `state`: the same round where it was, or another, which no commit here led to."""
+    async def resume(self, state: ChainState, *, frozen_stays: bool = False) -> None:
+        """Rounds go on from `state`: the same round where it was, or another, which no commit here led to.
+
+        `frozen_stays`: another lineage is followed, and this node may come back to what is frozen.
+        """
         self._paused = None
         await self._work.read_chain()
         if self._state is not None and self._state.base == state.base:
             await self.rebase(state)
         else:
             if self._state is not None:  # else the trainer, which may have outlived this daemon, tells what it holds
-                self._work.discard(STATE_REPLACED)
+                self._work.discard(STATE_REPLACED, frozen_stays=frozen_stays)
             await self.begin(state, counted=None, hard_reset=True)
 
     async def begin(self, state: ChainState, *, counted: tuple[bool, ...] | None, hard_reset: bool) -> None:

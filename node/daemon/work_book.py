@@ -66,9 +66,9 @@ class WorkBook:
         self._keep()
         return tokens
 
-    def discard(self, reason: str) -> None:
-        """A hard reset: what was handed over and is not counted is lost, and said so."""
-        if lost := self.ledger.discard(reason):
+    def discard(self, reason: str, *, frozen_stays: bool = False) -> None:
+        """A hard reset: what was handed over and is not counted is lost, and said so (`WorkLedger.discard`)."""
+        if lost := self.ledger.discard(reason, frozen_stays=frozen_stays):
             log.warning("uncounted work is discarded", why=reason, tokens=lost)
         self._keep()
 
