@@ -77,6 +77,8 @@ class StatusView:
             phase, reason = machine.phase, machine.reason
             if phase == "training" and session is not None and not self._host.attached:
                 reason = session.trainer_exit or "no trainer is attached: it is starting, or attach one"
+                if machine.meeting.says is not None:
+                    reason = f"{reason}; {machine.meeting.says}"
         if seen.storage is not None:
             reason = f"{seen.storage}; {reason}" if reason else seen.storage
         trouble = self._network.reason()
