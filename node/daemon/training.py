@@ -103,6 +103,7 @@ class Training:
             await self.rebase(state)
         else:
             if self._state is not None:  # else the trainer, which may have outlived this daemon, tells what it holds
+                frozen_stays = frozen_stays or self._work.frozen_for(state.base.digest())
                 self._work.discard(STATE_REPLACED, frozen_stays=frozen_stays)
             await self.begin(state, counted=None, hard_reset=True)
 

@@ -59,6 +59,11 @@ class WorkBook:
             self._observations.count(["work account not stored"])
         return runs
 
+    def frozen_for(self, base: bytes) -> bool:
+        """Whether bytes are frozen for this very base: its READY binds them, whatever the model holds by now."""
+        claim = self.ledger.account.claim
+        return claim is not None and claim.base == base
+
     def settle(self, commit: Commit, after: ChainState) -> list[int]:
         """`commit` is applied and led to `after`. Returns the tokens [P] of this node's that it counts."""
         tokens = counted_tokens(commit, self._peer)

@@ -413,6 +413,37 @@ def test_what_the_other_lineage_counts_is_not_lost_with_this_one() -> None:
     assert balanced(book) == (300, 300, 0, {})
 
 
+def test_back_on_a_lineage_that_was_left_its_work_counts_again_and_once() -> None:
+    """What was frozen there stays frozen; the rest of what was carried went with the model."""
+    book = ledger()
+    book.hand_over(100, 100)
+    book.freeze(b"base 0", b"bytes 0")
+    book.settle(b"base 0", [100, 100, 100], place(1))
+    book.hand_over(150, 50)
+    book.freeze(b"base 1", b"bytes 1")
+    assert book.recount(0, place(9)) == 100
+    assert book.discard(STATE_REPLACED, frozen_stays=True) == 0
+    assert balanced(book) == (450, 0, 150, {LINEAGE_LOST: 300})
+    assert book.recount(300, place(1)) == 0
+    book.discard(STATE_REPLACED, frozen_stays=True)
+    assert balanced(book) == (450, 300, 150, {LINEAGE_LOST: 0})
+    book.discard(STATE_REPLACED)
+    assert balanced(book) == (450, 300, 0, {LINEAGE_LOST: 0, STATE_REPLACED: 150})
+
+
+def test_what_is_frozen_for_the_lineage_that_is_resumed_may_be_counted_yet() -> None:
+    book = ledger()
+    book.hand_over(50, 50)
+    claim = book.freeze(b"base 1", b"bytes 1")
+    book.discard(STATE_REPLACED, frozen_stays=True)
+    assert book.recount(0, place(1)) == 0
+    book.loaded(50, 0, STATE_REPLACED)
+    book.hand_over(90, 40)
+    assert book.freeze(b"base 1", b"bytes 1") == claim, "a base is frozen once"
+    book.settle(b"base 1", [50, 50, 50], place(2))
+    assert balanced(book)[:2] == (270, 150)
+
+
 # ---------------------------------------------------------------- files
 
 
