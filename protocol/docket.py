@@ -9,7 +9,7 @@ where the other electors are too few without it, the REFORM of section 10 follow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -83,19 +83,32 @@ class Docket:
         """Whether `peer` was caught: by what I verified, or by the chain."""
         return peer != self.me and (peer in self._convicted or peer in self.state.banned)
 
-    def for_roster(self) -> tuple[Evidence, ...]:
-        """What a ROSTER of mine carries. A wrong mean only after others had the time to recompute it, too."""
+    def for_roster(self, *, carried: Collection[Evidence] = ()) -> tuple[Evidence, ...]:
+        """What a ROSTER of mine carries.
+
+        A wrong mean only after others had the time to recompute it, too; no longer than they remember the commit that
+        it is in; and not again in the same round when an attempt with it failed: whoever has restarted since cannot
+        recompute it, and that must not cost every attempt.
+
+        Args:
+            carried: evidence in the rosters of this round's earlier attempts.
+        """
         ready = [
             conviction.evidence
             for peer, conviction in sorted(self._convicted.items())
-            if peer != self.me
-            and self._concerns(conviction.evidence)
-            and (
-                conviction.evidence.offence is not Offence.WRONG_MEAN
-                or self.outbox.due(conviction.since_s + 2 * self.rules.grace_s)
-            )
+            if peer != self.me and self._may_carry(conviction, carried)
         ]
         return tuple(ready[:MAX_EVIDENCE])
+
+    def _may_carry(self, conviction: _Conviction, carried: Collection[Evidence]) -> bool:
+        evidence = conviction.evidence
+        if evidence.offence is not Offence.WRONG_MEAN:
+            return self._concerns(evidence)
+        return (
+            evidence not in carried
+            and self._committed(evidence) is not None
+            and self.outbox.due(conviction.since_s + 2 * self.rules.grace_s)
+        )
 
     # ------------------------------------------------------------ two things signed
 

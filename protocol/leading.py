@@ -56,7 +56,8 @@ class Leader:
                 bitmaps = [header.message.bitmap for header in candidate.held.values()]
                 absent |= absent_after(candidate.roster, bitmaps, live)
         leaves = record.standing.presence.leaves
-        evidence = record.standing.docket.for_roster()
+        carried = [piece for candidate in record.candidates.values() for piece in candidate.roster.evidence]
+        evidence = record.standing.docket.for_roster(carried=carried)
         roster = record.assembly.roster(attempt=record.attempt, leaves=leaves, absent=absent, evidence=evidence)
         if roster is None:
             return False

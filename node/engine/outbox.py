@@ -102,6 +102,8 @@ class Outbox:
         self._lock = threading.Lock()
         self._served: dict[bytes, OutboxReader] = {}
         """By root: contributions that somebody has asked for."""
+        self._bases: dict[bytes, bytes] | None = None
+        """Root → base of what is here; None: not looked at since it changed."""
 
     def leaf(self, parts_root: bytes, part: int) -> bytes | None:
         """A part of the contribution that `parts_root` binds, then its proof; None: it is not here, or went bad."""
@@ -119,23 +121,33 @@ class Outbox:
         with self._lock:
             if parts_root in self._served:
                 return self._served[parts_root]
-            for path in self.directory.glob("*.meta"):
-                try:
-                    base = bytes.fromhex(path.stem)
-                except ValueError:
-                    continue
-                found = self.find(base)
-                if found is not None and found.parts_root == parts_root:
-                    reader = OutboxReader(self.directory, base, self.geometry, found)
-                    self._served[parts_root] = reader
-                    return reader
-        return None
+            if self._bases is None:
+                self._bases = self._by_root()
+            base = self._bases.get(parts_root)
+            found = None if base is None else self.find(base)
+            if base is None or found is None:
+                return None
+            reader = self._served[parts_root] = OutboxReader(self.directory, base, self.geometry, found)
+            return reader
+
+    def _by_root(self) -> dict[bytes, bytes]:
+        bases: dict[bytes, bytes] = {}
+        for path in self.directory.glob("*.meta"):
+            try:
+                base = bytes.fromhex(path.stem)
+            except ValueError:
+                continue
+            if (found := self.find(base)) is not None:
+                bases[found.parts_root] = base
+        return bases
 
     def close(self) -> None:
+        """Nobody is served from what was there until now."""
         with self._lock:
             for reader in self._served.values():
                 reader.close()
             self._served.clear()
+            self._bases = None
 
     def find(self, base: bytes) -> Contribution | None:
         """The durable contribution of `base`, if there is one."""

@@ -17,7 +17,8 @@ from sim_node import Node
 from protocol import wire
 from protocol.chain import ChainState
 from protocol.events import Effect, HeaderSigned, Send
-from protocol.messages import NIL, Message, Proposal, Ready, Roster, Signed, Vote
+from protocol.evidence import wrong_mean
+from protocol.messages import NIL, Evidence, Message, Proposal, Ready, Roster, Signed, Vote
 from protocol.names import Digest, PeerId, digest
 
 Change = Callable[[Any], Message | None]
@@ -134,6 +135,36 @@ def signs_two_results(node: Node) -> None:
 
 def _hold(target: Node, header: Signed[Any]) -> None:
     target.hold(header)
+
+
+def accuses_falsely(node: Node) -> None:
+    """After each commit it says of a result that is right that it is none, to all, and in the ROSTERs that it makes."""
+    world = node.world
+    world.hostile.add(node.peer)
+    original = node._perform
+
+    def newest_claim() -> Evidence | None:
+        if not node.committed:
+            return None
+        commit = node.committed[-1]
+        others = [header for header in commit.headers if header is not None and header.sender != node.peer]
+        return wrong_mean(commit.roster.message.base, others[0]) if others else None
+
+    def perform(effect: Effect, before: ChainState) -> None:
+        claim = newest_claim()
+        signed = wire.decode(effect.data) if isinstance(effect, Send) else None
+        if claim is None or not isinstance(effect, Send) or signed is None or signed.sender != node.peer:
+            original(effect, before)
+        elif isinstance(signed.message, Ready):
+            world.send(node.peer, None, wire.encode(wire.sign(node.keyring, node.peer, claim)))
+            original(effect, before)
+        elif isinstance(signed.message, Roster):
+            lying = replace(signed.message, evidence=(claim,))
+            original(Send(to=effect.to, data=wire.encode(wire.sign(node.keyring, node.peer, lying))), before)
+        else:
+            original(effect, before)
+
+    node._perform = perform  # type: ignore[method-assign]
 
 
 def sends_other_bytes(node: Node) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from sim_hostile_audit import fabricates_means, sends_other_bytes, signs_two_results, two_faced
+from sim_hostile_audit import accuses_falsely, fabricates_means, sends_other_bytes, signs_two_results, two_faced
 from sim_node import Node
 from sim_profiles import PROFILES, build
 from sim_sharing import shared_work
@@ -90,6 +90,18 @@ def test_bytes_that_ready_does_not_bind_are_dropped_and_cost_their_sender_the_ro
     others = [header for header in newest.headers if header is not None and header.sender != liar]
     assert others
     assert not any(header.message.bitmap >> bit & 1 for header in others)
+
+
+@pytest.mark.parametrize("peers", [3, 5])
+def test_false_accusations_convict_nobody_and_cost_their_author_its_attempts(peers: int) -> None:
+    with shared_work():
+        world = begin("calm", 1, peers, accuses_falsely)
+        goal = world.furthest() + 8
+        world.run(world.now_s + 400.0, stop=lambda: all(node.state.base.round >= goal for node in honest(world)))
+    assert all(node.state.base.round >= goal for node in honest(world)), where(world)
+    # It may be caught at two ROSTERs: what it sends is not what its own machine serves under the same attempt.
+    assert all(evidence.offence is not Offence.WRONG_MEAN for _, evidence in world.convictions)
+    assert all(set(node.state.banned) <= world.hostile for node in honest(world))
 
 
 @pytest.mark.parametrize("lie", ["two votes", "a mean that is none"])

@@ -141,6 +141,9 @@ def test_a_claim_is_recomputed_before_it_is_believed() -> None:
     assert bench.docket.for_roster() == (), "others need time to recompute it, too"
     bench.outbox.now_s = 2 * GRACE_S
     assert bench.docket.for_roster() == (CLAIM,)
+    assert bench.docket.for_roster(carried=[CLAIM]) == (), "an attempt with it failed already"
+    bench.docket.commit_of = lambda _: None
+    assert bench.docket.for_roster() == (), "nobody remembers that round any more"
 
 
 def test_who_accuses_falsely_is_not_believed_for_a_while() -> None:
