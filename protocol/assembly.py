@@ -18,19 +18,43 @@ JOINS_KEPT = 64
 ARRIVALS_KEPT = 128
 ARRIVALS_NEEDED = 6
 """Fewer recent arrivals than this say nothing about how long to wait."""
+SHARE_FOR_THOSE_BEHIND = 0.25
+"""Of `assembly_max_s`: the most that a coordinator waits for members that have the commit before yet to apply."""
+EXCHANGE_MARGIN = 2.0
+"""Durations are this many times what an exchange took that missed nobody."""
+STRETCH_DECAY = 0.8
+"""Of the stretch, after each exchange that missed somebody: nobody slow can hold a round hostage for ever."""
 SPREADS_WAITED = 4.0
 """`k` of "median + k·MAD"."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """How long after a round's first READY the others came, over the recent rounds."""
+    """How long after a round's first READY the others came, over the recent rounds; and how long exchanges took."""
 
     arrivals_s: deque[float] = field(default_factory=lambda: deque(maxlen=ARRIVALS_KEPT))
+    stretch: float = 1.0
+    """How many times what their plans predict exchanges are given: distance shows only in what they took."""
 
     def learn(self, assembly: Assembly) -> None:
         if assembly.first_ready_s is not None:
             self.arrivals_s.extend(at_s - assembly.first_ready_s for at_s in assembly.received_s.values())
+
+    def learn_exchange(self, *, given_s: float, predicted_s: float, took_s: float | None, failed_before: bool) -> None:
+        """After a commit.
+
+        Args:
+            given_s: the last duration of the roster that was committed; `predicted_s`: the same by its plan alone.
+            took_s: from my receipt of the roster until I held its last part; None when a contribution is missing
+                somewhere: then nothing tells a slow peer from a dead one.
+            failed_before: an earlier attempt's exchange of this round came to nothing.
+        """
+        if took_s is not None:
+            self.stretch = max(1.0, self.stretch / 2, EXCHANGE_MARGIN * took_s / predicted_s)
+        elif failed_before:
+            self.stretch = max(self.stretch, given_s / predicted_s)
+        else:
+            self.stretch = max(1.0, STRETCH_DECAY * self.stretch)
 
     def patience_s(self, rules: Rules) -> float:
         """How long after the first READY a coordinator waits for those still missing."""
@@ -106,7 +130,8 @@ class Assembly:
 
         Args:
             same_round: live members on this base.
-            behind: live members still applying the commit before; they are given the least wait only.
+            behind: live members still applying the commit before. They are waited for as long as others usually take,
+                but not for long: who hears everything late must not be left behind for that.
         """
         if self.quorum_since_s is None or self.first_ready_s is None:
             return None
@@ -114,7 +139,10 @@ class Assembly:
         if any(peer not in self.readys for peer in same_round):
             wanted_s = self.first_ready_s + pace.patience_s(self.rules)
             return max(least_s, min(wanted_s, self.quorum_since_s + self.rules.assembly_max_s))
-        return least_s if any(peer not in self.readys for peer in behind) else now_s
+        if any(peer not in self.readys for peer in behind):
+            usual_s = min(pace.patience_s(self.rules), self.rules.assembly_max_s * SHARE_FOR_THOSE_BEHIND)
+            return max(least_s, self.first_ready_s + usual_s)
+        return now_s
 
     def roster(
         self,
@@ -123,11 +151,13 @@ class Assembly:
         leaves: Mapping[PeerId, Signed[Leave]],
         absent: Collection[PeerId],
         evidence: tuple[Evidence, ...] = (),
+        stretch: float = 1.0,
     ) -> Roster | None:
         """The roster of `attempt` from what is here, or None while too few are ready.
 
         Leaving peers, and those that `evidence` catches, stay out unless their votes are needed for the quorum; absent
-        ones, and then those caught, stand in it without a slot.
+        ones, and then those caught, stand in it without a slot. The exchange is given `stretch` times what its plan
+        predicts.
         """
         caught = {piece.culprit for piece in evidence}
         peers = sorted(peer for peer in self.readys if peer not in leaves and peer not in caught)
@@ -154,15 +184,16 @@ class Assembly:
         for roster in (common, replace(common, absent=0)):
             contributing = planning.contributing_of(roster, self.rules)
             if contributing.bit_count() >= max(1, self.rules.min_peers):
-                return self._with_plan(roster, contributing)
+                return self._with_plan(roster, contributing, stretch)
         changes = common.joins or common.evidence
         return replace(common, absent=0) if changes and contributing.bit_count() < self.rules.min_peers else None
 
-    def _with_plan(self, roster: Roster, contributing: int) -> Roster:
+    def _with_plan(self, roster: Roster, contributing: int, stretch: float) -> Roster:
         readys = [signed.message for signed in roster.readys]
         plan = planning.flat_plan(len(readys), contributing)
         dealt = planning.deal(roster.base.digest(), self.rules.part_count, plan)
-        durations_s = planning.level_durations(plan, contributing, dealt, self.rules)
+        predicted_s = planning.level_durations(plan, contributing, dealt, self.rules)
+        durations_s = planning.stretched(predicted_s, stretch, self.rules)
         return replace(roster, plan=plan, durations_s=durations_s)
 
 

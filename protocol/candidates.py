@@ -30,6 +30,8 @@ class Candidate:
     my_index: int | None
     held: dict[tuple[int, bytes], Signed[PartHeader]] = field(default_factory=dict)
     """(part, header body) → header, for payloads that are verified and on disk."""
+    held_s: float | None = None
+    """When the last part that its exchange brought was here."""
     started: bool = False
     ended: bool = False
     stopped: bool = False

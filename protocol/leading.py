@@ -58,7 +58,10 @@ class Leader:
         leaves = record.standing.presence.leaves
         carried = [piece for candidate in record.candidates.values() for piece in candidate.roster.evidence]
         evidence = record.standing.docket.for_roster(carried=carried)
-        roster = record.assembly.roster(attempt=record.attempt, leaves=leaves, absent=absent, evidence=evidence)
+        stretch = record.standing.pace.stretch * 2 ** min(record.failed_exchanges(record.attempt), 16)
+        roster = record.assembly.roster(
+            attempt=record.attempt, leaves=leaves, absent=absent, evidence=evidence, stretch=stretch
+        )
         if roster is None:
             return False
         signed = record.outbox.sign(roster)

@@ -374,7 +374,7 @@ class PeerMachine:
         except ValueError as error:
             self._alarm(str(error))
             return
-        self.standing.pace.learn(self.round.assembly)
+        self.round.learn_pace(commit)
         before, self._previous = self.state, self.round
         self.past.applied(before, commit)
         self.meeting.grew(state, commit)

@@ -216,6 +216,15 @@ def level_durations(
     return tuple(max(pair) for pair in zip(wanted, least_durations(plan, contributing, dealt, rules), strict=True))
 
 
+def stretched(durations_s: Sequence[float], stretch: float, rules: Rules) -> tuple[float, ...]:
+    """`stretch` times these durations, as far as the manifest lets a level last."""
+    longer_s: list[float] = []
+    for duration_s in durations_s:
+        before_s = longer_s[-1] if longer_s else 0.0
+        longer_s.append(min(stretch * duration_s, before_s + rules.level_max_s))
+    return tuple(longer_s)
+
+
 def least_durations(plan: Plan, contributing: int, dealt: Sequence[int], rules: Rules) -> tuple[float, ...]:
     """What a roster must give at least: `level_min_s` a level, and the time that the bytes take at the fastest rate."""
     traffic = bytes_of(plan, contributing, dealt, rules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from protocol import chain, wire
+from protocol import chain, planning, wire
 from protocol.assembly import Assembly
 from protocol.candidates import Candidate, Headers, roots_of
 from protocol.chain import ChainState
@@ -217,6 +217,32 @@ class Record:
         """A roster shows which READYs its leader holds: a second one of the same peer is evidence."""
         for ready in roster.readys:
             self.standing.docket.compare(self.assembly.readys.get(ready.sender), ready)
+
+    def failed_exchanges(self, before: int) -> int:
+        """Exchanges of this round's attempts below `before`: as nothing of theirs was decided, the next one is given
+        twice the time. What of theirs still comes, comes too late.
+        """
+        return sum(
+            candidate.problem is None and candidate.roster.plan is not None and candidate.roster.attempt < before
+            for candidate in self.candidates.values()
+        )
+
+    def learn_pace(self, commit: Commit) -> None:
+        """From the round that `commit` ends: how long the others took to be ready, and the exchange to be over."""
+        self.standing.pace.learn(self.assembly)
+        candidate, roster = self.candidates[wire.roster_id(commit.roster)], commit.roster.message
+        if roster.plan is None:
+            return
+        contributing = planning.contributing_of(roster, self.rules)
+        dealt = planning.deal(roster.base.digest(), self.rules.part_count, roster.plan)
+        predicted_s = planning.level_durations(roster.plan, contributing, dealt, self.rules)[-1]
+        whole = all(header is not None and header.message.bitmap == contributing for header in commit.headers)
+        self.standing.pace.learn_exchange(
+            given_s=roster.durations_s[-1],
+            predicted_s=predicted_s,
+            took_s=candidate.held_s - candidate.seen_s if whole and candidate.held_s is not None else None,
+            failed_before=self.failed_exchanges(roster.attempt) > 0,
+        )
 
     @staticmethod
     def held_parts(candidate: Candidate) -> set[int]:

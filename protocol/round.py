@@ -216,6 +216,8 @@ class Round(Record):
         if signed.sender == candidate.roots[header.part]:
             self.compare_headers(candidate, (signed,))
             candidate.held[header.part, signed.body] = signed
+            if candidate.exchanging:
+                candidate.held_s = self.outbox.now_s
 
     def on_exchange_ended(self, roster_id: Digest, failed_edges: Iterable[PeerId]) -> None:
         self.unreachable.update(failed_edges)

@@ -1,62 +1,81 @@
-"""`scripts/simulate`: many schedules, or one with its trace."""
+"""`scripts/simulate`: many schedules and their table, or one with its trace."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 
+from sim_batch import Tally, cores, play_cells, replay_command, spread, table
 from sim_profiles import PROFILES, build, play
 from sim_sharing import shared_work
-from sim_world import Violation
 
 
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def sizes(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    try:
+        found = list(range(int(first), int(last or first) + 1))
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of peers; say 5, or 3-7")
+    return found
 
 
 def main() -> int:
-    profiles = "\n".join(f"  {name:10} {profile.says}" for name, profile in PROFILES.items())
+    profiles = "\n".join(f"  {name:12} {profile.says}" for name, profile in PROFILES.items())
     parser = argparse.ArgumentParser(
         description="Plays random schedules against the protocol and checks its invariants after every event.",
         epilog=f"profiles:\n{profiles}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--profile", choices=PROFILES, default="crashy")
-    parser.add_argument("--peers", type=int, default=4, help="founders (the profile adds its joiners)")
-    parser.add_argument("--seeds", type=int, default=100, help="how many schedules, from --first on")
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--profile", choices=[*PROFILES, "all"], default="all")
+    parser.add_argument(
+        "--peers", type=sizes, default=[3, 4, 5, 6, 7], help="5, or 3-7 (the profile's joiners included)"
+    )
+    parser.add_argument("--seeds", type=int, default=100, help="how many schedules, over all profiles and sizes")
+    parser.add_argument("--first", type=int, default=0, help="the first seed of each profile and size")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, help="replay this one and print its trace")
     parser.add_argument("--tail", type=int, default=200, help="lines of the trace to print; 0: all")
     given = parser.parse_args()
-    if not 1 <= given.peers <= 26 - PROFILES[given.profile].joiners:
-        parser.error(f"--peers {given.peers}: choose 1 to {26 - PROFILES[given.profile].joiners}")
-    seeds = [given.seed] if given.seed is not None else range(given.first, given.first + given.seeds)
-    started_s, events, commits = time.perf_counter(), 0, 0
-    for seed in seeds:
+    if given.seed is not None:
+        if given.profile == "all" or len(given.peers) > 1:
+            parser.error("--seed needs one --profile and one number of --peers")
+        return replay(given.profile, given.peers[0], given.seed, given.tail)
+    chosen = list(PROFILES) if given.profile == "all" else [given.profile]
+    tallies: list[Tally] = []
+    for tally in play_cells(spread(chosen, given.peers, given.seeds, given.first), jobs=given.jobs):
+        tallies.append(tally)
+        for seed, what in tally.failures:
+            say(f"{what}\nreplay: {replay_command(tally.profile, tally.peers, seed)}")
+    say(table(tallies))
+    return 1 if any(tally.failures for tally in tallies) else 0
+
+
+def replay(profile: str, peers: int, seed: int, tail: int) -> int:
+    failure: Exception | None = None
+    try:
         with shared_work():
-            world = build(given.profile, seed, given.peers, trace=given.seed is not None)
-            failure: Exception | None = None
+            world = build(profile, seed, peers, trace=True)
             try:
-                play(world, given.profile)
+                play(world, profile)
             except Exception as error:  # noqa: BLE001 - whatever a schedule provokes is its result
                 failure = error
-        events, commits = events + world.events, commits + world.oracle.commits
-        if world.trace is not None:
-            say("\n".join(world.trace[-given.tail :] if given.tail else world.trace))
-        if failure is not None:
-            say(f"{type(failure).__name__} in seed {seed} at {world.now_s:.3f} s: {failure}")
-            if given.seed is None:
-                say(f"replay: scripts/simulate --profile {given.profile} --peers {given.peers} --seed {seed}")
-            elif not isinstance(failure, Violation):
-                raise failure
-            return 1
-    seconds = time.perf_counter() - started_s
-    say(
-        f"{len(seeds)} schedules of {given.profile!r} with {given.peers} founders: no violation; "
-        f"{commits} commits, {events} events, {len(seeds) / seconds:.1f} schedules/s"
-    )
-    return 0
+    except ValueError as error:
+        say(str(error))
+        return 2
+    trace = world.trace or []
+    say("\n".join(trace[-tail:] if tail else trace))
+    if failure is None:
+        say(f"no violation in {world.now_s:.0f} s: {world.oracle.commits} commits, {world.events} events")
+        return 0
+    say(f"{type(failure).__name__} at {world.now_s:.3f} s: {failure}")
+    return 1
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ class Engine:
         self.node.later(first_s, partial(self._close_all, exchange))
         self.node.later(last_s + rules.slack_s, partial(self._end, exchange))
         self._maybe_end(exchange)
+        self.node.world.faults.step(self.node)
 
     def _up(self, roster_id: Digest, root: PeerId, part: int, value: int, proof: bytes) -> None:
         target, sender = self.node.world.nodes[root], self.node.peer
@@ -82,8 +83,10 @@ class Engine:
 
         if root == sender:
             self.node.later(0.0, arrive)
-        else:
+        elif self.node.mischief is None or not self.node.mischief.breaks_off():
             self.node.world.transfer(sender, root, arrive, lost=lambda: None)
+            if self.node.world.switches.resend_parts:
+                self.node.later(0.3, lambda: self.node.world.transfer(sender, root, arrive, lost=lambda: None))
 
     def arrived(self, roster_id: Digest, part: int, sender: PeerId, value: int, proof: bytes) -> None:
         exchange = self.running.get(roster_id)
@@ -100,7 +103,10 @@ class Engine:
         if not bound and not self.node.world.switches.freeze_twice:
             self.node.world.note(self.node.peer, f"  drops part {part} of {sender}: not what its READY binds")
             return
+        if self.node.world.switches.resend_parts:
+            value += exchange.slots[part].get(sender, 0)
         exchange.slots[part][sender] = value
+        self.node.world.faults.step(self.node)
         if len(exchange.slots[part]) == exchange.contributing.bit_count():
             self._close(exchange, part)
 
@@ -118,11 +124,16 @@ class Engine:
         if not enough(weights, bitmap):
             return
         payload = Payload.of(part, {exchange.peers[i]: (weights[i], values[exchange.peers[i]]) for i in bits(bitmap)})
+        if self.node.mischief is not None:
+            payload = self.node.mischief.payload(payload)
+        if self.node.world.switches.wrong_bitmap:
+            bitmap = exchange.contributing
         self.node.world.oracle.payloads[payload.hash] = payload
         header = PartHeader(
             roster_id=exchange.effect.roster_id, part=part, bitmap=bitmap, hash=payload.hash, length=payload_bytes()
         )
         self.node.later(0.0, lambda: self.node.feed(HeaderDraft(header=header)))
+        self.node.world.faults.step(self.node)
 
     def signed(self, effect: HeaderSigned) -> None:
         exchange = self.running.get(effect.header.roster_id)
@@ -130,8 +141,9 @@ class Engine:
             return
         signed = effect.signed
         self.node.later(0.0, lambda: self.down(signed))
+        self.node.world.faults.step(self.node)
         for peer in exchange.peers:
-            if peer != self.node.peer:
+            if peer != self.node.peer and (self.node.mischief is None or not self.node.mischief.breaks_off()):
                 target = self.node.world.nodes[peer]
                 self.node.world.transfer(self.node.peer, peer, partial(_pass_down, target, signed), lost=lambda: None)
 
@@ -143,6 +155,7 @@ class Engine:
         life = self.node.life
         self.node.hold(signed)
         if self.node.life == life:
+            self.node.world.faults.step(self.node)
             self._maybe_end(exchange)
 
     def _maybe_end(self, exchange: Exchange) -> None:

@@ -86,7 +86,8 @@ class Payload:
 
     @property
     def hash(self) -> Digest:
-        return digest(b"payload", repr((self.part, self.contributions, self.mean)).encode())
+        mean = f"{self.mean.numerator}/{self.mean.denominator}"
+        return digest(b"payload", f"{self.part} {self.contributions} {mean}".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,10 @@ class Account:
         )
 
 
-def state_after(state: ChainState, commit: Commit) -> Digest:
-    """Hash of the outer state that a commit leads to."""
+def state_after(state: ChainState, commit: Commit, instead_of_empty: Digest | None = None) -> Digest:
+    """Hash of the outer state that a commit leads to. `instead_of_empty`: of the mutant that fills EMPTY parts."""
     if commit.roster.message.plan is None:
         return state.base.state_hash
-    hashes = (NIL if header is None else header.message.hash for header in commit.headers)
+    empty = NIL if instead_of_empty is None else instead_of_empty
+    hashes = (empty if header is None else header.message.hash for header in commit.headers)
     return digest(b"outer step", state.base.state_hash, *hashes)

@@ -45,6 +45,7 @@ from protocol.events import (
     StartExchange,
     StateCorrupt,
     StopExchange,
+    StorageAble,
     Tick,
     TrainerProgress,
 )
@@ -54,7 +55,11 @@ from protocol.names import Base, Digest, Keyring, PeerId, digest, encode_integer
 from protocol.peer import PeerMachine
 
 if TYPE_CHECKING:
+    from sim_hostile import Mischief
     from sim_world import World
+
+SETTLED_S = 40.0
+"""Fair weather after which nobody may be dropped from the members any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,9 @@ class Node:
         self.held: set[Digest] = set()
         """Hashes of the payloads on disk."""
         self.outbox: dict[Digest, Outbox] = {}
+        """Contributions by base, as they were frozen."""
+        self.frozen_flags: set[Digest] = set()
+        """Bases at which one was frozen, durable before it is sent: never again, even when the bytes are lost."""
         self.account = Account()
         self.course = [Place.of(state, world.rules)]
         """Every place of my chain."""
@@ -85,6 +93,7 @@ class Node:
         """Place → work of mine, a part each, that the commit which led there counted."""
         self.kept: Left | None = None
         self.returns = 0
+        self.mischief: Mischief | None = None
         # The process.
         self.machine: PeerMachine | None = None
         self.engine: Engine | None = None
@@ -93,6 +102,9 @@ class Node:
         self.finished = False
         self.life = 0
         """Counts starts: what an earlier life has scheduled does not happen."""
+        self.started_s = 0.0
+        self.storage_fails = False
+        self._checked: ChainState | None = None
         self._wakeup_s = math.inf
         self._trained_s = 0.0
         self._trained_base: Base | None = None
@@ -105,7 +117,7 @@ class Node:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        if self.machine is not None:
+        if self.machine is not None or self.finished:
             return
         self.started = True
         self.left = False
@@ -114,6 +126,8 @@ class Node:
 
     def _boot(self) -> None:
         self.engine = Engine(self)
+        self.world.moves += 1
+        self.started_s = self.world.now_s
         self._wakeup_s = math.inf
         self.machine = PeerMachine(
             rules=self.world.rules,
@@ -137,8 +151,11 @@ class Node:
             return
         self.world.note(self.peer, "crashes")
         self._halt()
-        if self.world.random.random() < self.world.weather.journal_losses:
+        weather, chance = self.world.weather, self.world.random.random
+        if weather.journal_losses and chance() < weather.journal_losses:
             self.journal, self.journal_lost, self.had_lost_journal = None, True, True
+        if weather.outbox_losses and chance() < weather.outbox_losses:
+            self.outbox.pop(self.state.base.digest(), None)
         self.world.after(self.world.random.uniform(*self.world.weather.down_s), self.start)
 
     def leave(self) -> None:
@@ -164,11 +181,41 @@ class Node:
     def _halt(self) -> None:
         self.machine, self.engine = None, None
         self.life += 1
+        self.world.moves += 1
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         """`action` after `delay_s`, unless this life is over by then."""
-        life = self.life
-        self.world.after(delay_s, lambda: action() if self.life == life and self.machine is not None else None)
+        self.world.after(delay_s, partial(self._if_alive, self.life, action))
+
+    def _if_alive(self, life: int, action: Callable[[], None]) -> None:
+        if self.life == life and self.machine is not None:
+            action()
+
+    def fail_storage(self, for_s: float) -> None:
+        """The disk takes no parts for a while; the node says that it is not able once it has noticed."""
+        if self.machine is None or self.storage_fails:
+            return
+        self.storage_fails = True
+        self.later(self.world.random.uniform(0.5, 5.0), self.tell_storage)
+
+        def works() -> None:
+            self.storage_fails = False
+            self.tell_storage()
+
+        self.world.after(for_s, works)
+
+    def tell_storage(self) -> None:
+        self.feed(StorageAble(able=not self.storage_fails))
+
+    def can_commit(self) -> bool:
+        """Whether it would take part honestly if it were asked."""
+        return (
+            self.machine is not None
+            and self.peer not in self.world.hostile
+            and self.machine.standing.voting
+            and not self.storage_fails
+            and not self.left
+        )
 
     # ------------------------------------------------------------ events and effects
 
@@ -183,6 +230,8 @@ class Node:
         if self.world.trace is not None and not isinstance(event, Tick):
             self.world.note(self.peer, f"  ← {describe_event(event)}")
         before = machine.state
+        if self.mischief is not None:
+            self.mischief.prepare()
         effects = machine.handle(event, self.world.now_s)
         dies_after = -1
         mortal = self.world.weather.crash_in_effects
@@ -197,7 +246,9 @@ class Node:
         if dies_after >= 0:
             self.crash()
             return
-        self.world.oracle.check_state(self.peer, machine.state)
+        if machine.state is not self._checked:
+            self._checked = machine.state
+            self.world.oracle.check_state(self.peer, machine.state)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -225,7 +276,12 @@ class Node:
         match effect:
             case Persist():
                 self._persist(effect.journal)
+            case Send() if self.mischief is not None:
+                self.mischief.send(effect.to, effect.data)
             case Send():
+                signed = wire.decode(effect.data)
+                if signed.sender == self.peer:
+                    self.world.oracle.check_sent(signed)
                 self.world.send(self.peer, effect.to, effect.data)
             case Freeze():
                 self._freeze(effect)
@@ -236,18 +292,23 @@ class Node:
             case StopExchange():
                 engine.stop(effect.roster_id)
             case HeaderSigned():
+                if effect.signed is not None:
+                    self.world.oracle.check_sent(effect.signed)
                 engine.signed(effect)
             case FetchParts():
                 self._fetch(effect)
             case Apply():
-                self.world.oracle.check_commit(self.peer, self.state, effect.commit)
-                self.world.after(0.0, partial(self.world.decided, self.peer, self.state.base.round))
+                self.world.oracle.check_commit(self.peer, self.state, effect.commit, self.world.rules, self.world.nodes)
+                self.world.after(0.0, partial(self.world.faults.decided, self.peer, self.state.base.round))
                 self.later(self.world.random.uniform(*self.world.weather.apply_s), partial(self._apply, effect))
+                if self.world.switches.early_ready:
+                    self._ready_too_early(effect)
             case NewLineage():
                 self.state = chain.reform_state(before, self.world.rules, effect.reformed)
                 self.world.note(self.peer, f"is on the lineage of {effect.reformed.reform.members}")
                 self.world.oracle.births.add(self.state.base.lineage)
                 self.course.append(Place.of(self.state, self.world.rules))
+                self.world.moves += 1
                 self._train()
             case CatchUp():
                 self._catch_up(effect)
@@ -262,15 +323,37 @@ class Node:
             case RecomputePart():
                 recompute(self, effect)
             case Misbehaved():
-                forgetful = any(node.had_lost_journal for node in self.world.nodes.values())
-                if self.world.switches.accuse and not forgetful and effect.peer not in self.world.hostile:
-                    raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")
-            case Alarm():
+                self._accuses(effect)
+            case Alarm() if self.mischief is None:
                 raise Violation(f"{self.peer} raised an alarm: {effect.text}")
-            case StateCorrupt():
-                raise Violation(f"{self.peer} is told that its state of round {effect.base.round} is corrupt")
+            case StateCorrupt() if self.mischief is None:
+                raise Violation(f"{self.peer} takes its state for corrupt, which it is not: {effect}")
             case Finished():
-                self.finished = True
+                self._finish()
+            case _:
+                pass
+
+    def _accuses(self, effect: Misbehaved) -> None:
+        world = self.world
+        accused = world.nodes.get(effect.peer)
+        deserved = accused is None or effect.peer in world.hostile or self.mischief is not None
+        forgetful = any(node.had_lost_journal for node in world.nodes.values())
+        if world.switches.accuse and not forgetful and not deserved:
+            raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")
+
+    def _finish(self) -> None:
+        """The run is over here. The process is stopped some time later, unless it is the last that could serve it."""
+        self.world.note(self.peer, "has finished")
+        life = self.life
+
+        def stop() -> None:
+            others = [node for node in self.world.up() if node is not self and node.finished]
+            if self.life == life and others:
+                self._halt()
+
+        self.finished = True
+        self.world.moves += 1
+        self.world.after(self.world.random.uniform(1.0, 60.0), stop)
 
     def _persist(self, journal: bytes) -> None:
         if self.world.switches.forget_votes and self.journal is not None:
@@ -314,9 +397,14 @@ class Node:
             return
         key = base.digest()
         if key not in self.outbox:
+            if key in self.frozen_flags:
+                # The bytes were lost with a crash: this round goes without them.
+                self.feed(Frozen(base=base, tokens=(), norm=0.0, largest=0.0, ranges_done=(), units_wanted=2))
+                return
             self.outbox[key] = self._work()
+            self.frozen_flags.add(key)
             self.world.oracle.frozen.setdefault((self.peer, key), self.outbox[key])
-        outbox = self.outbox[key]
+        outbox, life = self.outbox[key], self.life
         self.feed(
             Frozen(
                 base=base,
@@ -328,6 +416,8 @@ class Node:
                 parts_root=outbox.commitment.root,
             )
         )
+        if self.life == life:
+            self.world.faults.ready(self)
 
     def _work(self) -> Outbox:
         """Work of one budget goes into the local model; the contribution is all that is in there uncounted."""
@@ -349,7 +439,9 @@ class Node:
     # ------------------------------------------------------------ parts and commits
 
     def hold(self, header: Signed[PartHeader]) -> None:
-        """A payload is verified and on disk."""
+        """A payload is verified and on disk, if the disk takes it."""
+        if self.storage_fails:
+            return
         self.held.add(header.message.hash)
         self.feed(PartHeld(header=header))
 
@@ -360,12 +452,15 @@ class Node:
         for header in effect.headers:
             wanted = header.message.hash
             sources = [world.nodes[peer] for peer in effect.sources if peer in world.nodes]
-            if wanted in self.held or any(
-                source.machine is not None
-                and wanted in source.held
-                and world.connected(source.peer, self.peer)
-                and world.connected(self.peer, source.peer)
-                for source in sources
+            if wanted in self.held or (
+                not self.storage_fails
+                and any(
+                    source.machine is not None
+                    and wanted in source.held
+                    and world.connected(source.peer, self.peer)
+                    and world.connected(self.peer, source.peer)
+                    for source in sources
+                )
             ):
                 arrivals.append(header)
             else:
@@ -388,28 +483,13 @@ class Node:
         for header in commit.headers:
             if header is not None and header.message.hash not in self.held:
                 raise Violation(f"{self.peer} applies part {header.message.part} without holding it")
-        outbox = self.outbox.get(state.base.digest())
-        lost = False
-        mine = [0] * PARTS
-        for header in commit.headers:
-            if header is None or effect.my_index is None or not header.message.bitmap >> effect.my_index & 1:
-                continue
-            part = header.message.part
-            for who, _, value in self.world.oracle.payloads[header.message.hash].contributions:
-                if who == self.peer:
-                    mine[part] += value
-                    self.account.counted[part] += value
-                    self.account.carried[part] -= value if outbox is None else outbox.values[part]
-                    lost = lost or outbox is None
-        if lost:
-            self.account.reset()
-        self.state = chain.next_state(state, self.world.rules, commit, state_after(state, commit))
+        mine = self._settle(state, effect)
+        self._move_to(chain.next_state(state, self.world.rules, commit, self._state_after(state, commit)))
         if self.state.base.prev != effect.commit_hash:
             raise Violation(f"{self.peer} named the commit of round {state.base.round} wrongly")
         self.course.append(Place.of(self.state, self.world.rules, commit))
         if any(mine):
             self.counted_at[self.course[-1].position] = mine
-        self.world.oracle.check_account(self.peer, self.account)
         counted = chain.counted_bits(commit.headers)
         self.committed_s[state.base.round] = self.world.now_s
         self.committed.append(commit)
@@ -420,6 +500,60 @@ class Node:
         )
         self._train()
         self.feed(Applied(round=self.state.base.round, state_hash=self.state.base.state_hash))
+
+    def _settle(self, state: ChainState, effect: Apply) -> list[int]:
+        """Counted work leaves the local model, uncounted work stays (protocol section 8). Returns what was counted."""
+        switches, account = self.world.switches, self.account
+        outbox = self.outbox.get(state.base.digest())
+        frozen = self.world.oracle.frozen.get((self.peer, state.base.digest()))
+        lost = False
+        counted = [0] * PARTS
+        for header in effect.commit.headers:
+            if header is None or effect.my_index is None or not header.message.bitmap >> effect.my_index & 1:
+                continue
+            part, contributions = header.message.part, self.world.oracle.payloads[header.message.hash].contributions
+            # What was counted is in the payload; what leaves the local model is what I know that I sent.
+            counted[part] = sum(value for who, _, value in contributions if who == self.peer)
+            account.counted[part] += counted[part]
+            if outbox is not None:
+                account.carried[part] -= 0 if switches.keep_counted else outbox.values[part]
+            elif frozen is not None:
+                account.carried[part] -= frozen.values[part]
+                lost = True
+        if lost:
+            # Counted, and the frozen copy is gone: nobody knows any more what else is in there.
+            account.reset()
+            self.world.note(self.peer, "resets its local model: its frozen contribution is gone")
+        if switches.drop_uncounted:
+            account.carried = [0] * PARTS
+        self.world.oracle.check_account(self.peer, account)
+        return counted
+
+    def _state_after(self, state: ChainState, commit: Commit) -> Digest:
+        own = None
+        if self.world.switches.fill_empty:
+            outbox = self.outbox.get(state.base.digest())
+            own = digest(repr(None if outbox is None else outbox.values).encode())
+        return state_after(state, commit, own)
+
+    def _move_to(self, state: ChainState) -> None:
+        before, self.state = self.state, state
+        self.world.moves += 1
+        if self.world.weather is not self.world.calm or self.world.rules.max_electors < len(self.world.nodes):
+            return
+        for peer, _ in before.members:
+            node = self.world.nodes[peer]
+            settled = self.world.now_s - max(node.started_s, self.world.clear_s) > SETTLED_S
+            if settled and node.can_commit() and chain.member(state, peer) is None:
+                raise Violation(f"I5: {peer} is dropped from the members although nothing is wrong with it")
+
+    def _ready_too_early(self, effect: Apply) -> None:
+        """The mutant: the next round begins before what this one counted has left the local model."""
+        machine = self.machine
+        if machine is None or effect.commit.roster.message.base != machine.state.base:
+            return
+        state, commit = machine.state, effect.commit
+        self.feed(Applied(round=state.base.round + 1, state_hash=state_after(state, commit)))
 
     # ------------------------------------------------------------ lineages
 
@@ -445,23 +579,30 @@ class Node:
         self.later(self.world.delay_s() * 2, arrive)
 
     def _catch_up(self, effect: CatchUp) -> None:
+        source = self.world.nodes.get(effect.peer)
+        if source is None:
+            return
+        takes_s = self.world.random.uniform(*self.world.weather.catch_up_s)
+        snapshot = (source.state, list(source.course))
+
         def arrive() -> None:
-            source = self.world.nodes.get(effect.peer)
-            if source is None or not self._reaches(source):
+            if not self._reaches(source):
                 return
-            if source.state.base.lineage == self.state.base.lineage and len(source.course) <= len(self.course):
+            # A quick download is followed by the log up to the tip; after a slow one the log is ahead again.
+            state, course = (source.state, list(source.course)) if takes_s <= 1.0 else snapshot
+            if state.base.lineage == self.state.base.lineage and len(course) <= len(self.course):
                 return
-            if shared(self.course, source.course) < len(self.course):
-                if source.state.base.lineage != effect.lineage:
+            if shared(self.course, course) < len(self.course):
+                if state.base.lineage != effect.lineage:
                     return
                 self.world.note(self.peer, f"leaves {self.state.base.lineage.hex()[:6]}, round {self.state.base.round}")
                 if self.kept is None:
                     self.kept = Left(self.state, self.course)
-            self.world.note(self.peer, f"catches up with {source.peer}, round {source.state.base.round}")
-            self.state, self.course = source.state, list(source.course)
+            self.world.note(self.peer, f"catches up with {source.peer}, round {state.base.round}")
+            self.state, self.course = state, course
             self._reboot()
 
-        self.later(self.world.random.uniform(0.1, 1.0), arrive)
+        self.later(takes_s, arrive)
 
     def _reboot(self) -> None:
         """A machine of another state: a hard reset for the trainer."""

@@ -4,52 +4,24 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from sim_faults import Faults
+from sim_hostile import Mischief
 from sim_model import CheapKeyring
 from sim_node import Node
-from sim_oracle import Oracle, Violation
+from sim_oracle import Oracle, QuorumWatch, Violation
+from sim_weather import Weather
 
-from protocol import chain
-from protocol.messages import Evidence
+from protocol import chain, wire
+from protocol.messages import Commit, Evidence, Vote
 from protocol.names import PeerId
 from protocol.rules import Rules
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
-    """Faults of a schedule. Rates are per simulated second and peer unless said otherwise."""
-
-    delay_s: tuple[float, float] = (0.005, 0.05)
-    loss: float = 0.0
-    duplication: float = 0.0
-    late: float = 0.0
-    """Share of messages that are delayed by up to `late_s` more."""
-    late_s: float = 3.0
-    transfer_loss: float = 0.0
-    """Share of bulk transfers between engines that break off."""
-    crashes: float = 0.0
-    crash_in_effects: float = 0.0
-    """Chance, per event that has effects, to die between two of them."""
-    down_s: tuple[float, float] = (0.5, 20.0)
-    journal_losses: float = 0.0
-    """Chance, per restart, that the journal is gone."""
-    partitions: float = 0.0
-    """Per second, for the whole swarm."""
-    partition_s: tuple[float, float] = (5.0, 60.0)
-    one_way: float = 0.0
-    """Share of partitions that cut one direction only."""
-    isolations: float = 0.0
-    """Chance that the first peer to commit a round is cut off at that very moment, what it last sent included."""
-    isolation_crashes: float = 0.0
-    """Chance of each other peer to die at that moment."""
-    leaves: float = 0.0
-    training_s: tuple[float, float] = (0.5, 2.0)
-    apply_s: tuple[float, float] = (0.0, 0.02)
-    stalls: float = 0.0
-    """Chance that a trainer does not answer in time: READY goes out without work, the work comes later."""
-    stall_s: tuple[float, float] = (0.0, 15.0)
+WATCH_S = 5.0
+"""How often the oracle looks whether a quorum could commit."""
 
 
 @dataclass(slots=True)
@@ -58,6 +30,13 @@ class Switches:
 
     forget_votes: bool = False
     freeze_twice: bool = False
+    resend_parts: bool = False
+    """A new root sums anew what a dead one had counted: takeover."""
+    wrong_bitmap: bool = False
+    fill_empty: bool = False
+    keep_counted: bool = False
+    drop_uncounted: bool = False
+    early_ready: bool = False
     accuse: bool = True
     """False: a peer may accuse an honest one, so that only the invariants speak."""
 
@@ -66,6 +45,7 @@ class World:
     """Args:
     seed: decides everything.
     founders: peers of the manifest; `joiners` come later, one after another.
+    hostile: peers that do mischief, and which.
     """
 
     def __init__(
@@ -75,31 +55,41 @@ class World:
         rules: Rules,
         weather: Weather,
         joiners: tuple[PeerId, ...] = (),
+        hostile: Mapping[PeerId, frozenset[str]] | None = None,
         switches: Switches | None = None,
         trace: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.rules = rules
         self.weather = weather
-        self.calm = Weather(training_s=weather.training_s, apply_s=weather.apply_s)
+        self.calm = weather.cleared()
         self.switches = switches or Switches()
         self.oracle = Oracle()
         self.hostile: set[PeerId] = set()
-        """Peers that a test has turned against the others: they may be convicted, and nobody else."""
+        """Peers that are turned against the others: they may be convicted, and nobody else."""
         self.convictions: list[tuple[PeerId, Evidence]] = []
         """(who, of what) in the order in which they were verified."""
+        self.watch = QuorumWatch(self)
+        self.faults = Faults(self)
         self.now_s = 0.0
+        self.clear_s = 0.0
+        """When the weather cleared."""
         self.trace: list[str] | None = [] if trace else None
         self.events = 0
+        self.moves = 0
+        """Counts what `together` depends on: states, lives."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
-        self._cut: set[tuple[PeerId, PeerId]] = set()
-        self._decided_round = -1
+        self.cut: set[tuple[PeerId, PeerId]] = set()
+        """(from, to) between whom nothing passes."""
         genesis = chain.genesis(rules)
         self.oracle.births.add(genesis.base.lineage)
         self.nodes: dict[PeerId, Node] = {}
         for peer in (*rules.founders, *joiners):
             self.nodes[peer] = Node(world=self, peer=peer, keyring=CheapKeyring(peer), state=genesis)
+        for peer, kinds in (hostile or {}).items():
+            self.hostile.add(peer)
+            self.nodes[peer].mischief = Mischief(self.nodes[peer], kinds)
 
     # ------------------------------------------------------------ time
 
@@ -109,9 +99,11 @@ class World:
 
     def run(self, until_s: float, *, stop: Callable[[], bool] | None = None) -> None:
         """Let time pass until `until_s`, or until `stop` says so; checked after every action."""
-        while self._queue and self._queue[0][0] <= until_s:
-            at_s, _, action = heapq.heappop(self._queue)
-            self.now_s = max(self.now_s, at_s)
+        queue = self._queue
+        while queue and queue[0][0] <= until_s:
+            at_s, _, action = heapq.heappop(queue)
+            if at_s > self.now_s:
+                self.now_s = at_s
             action()
             self.events += 1
             if stop is not None and stop():
@@ -125,30 +117,50 @@ class World:
     # ------------------------------------------------------------ network
 
     def connected(self, sender: PeerId, to: PeerId) -> bool:
-        return (sender, to) not in self._cut
+        return not self.cut or (sender, to) not in self.cut
 
     def delay_s(self) -> float:
         low, high = self.weather.delay_s
-        delay_s = self.random.uniform(low, high) if high > low else low
+        delay_s = low + (high - low) * self.random.random()
         if self.weather.late and self.random.random() < self.weather.late:
             delay_s += self.random.uniform(0, self.weather.late_s)
         return delay_s
 
     def send(self, sender: PeerId, to: PeerId | None, data: bytes) -> None:
-        for peer, node in self.nodes.items():
-            if peer == sender or (to is not None and peer != to) or node.machine is None:
+        weather, chance = self.weather, self.random.random
+        receivers = self.nodes.values() if to is None else (self.nodes[to],) if to in self.nodes else ()
+        late_s = 0.0
+        if weather.late_votes and chance() < weather.late_votes and _decides(data):
+            late_s = self.random.uniform(*weather.late_votes_s)
+        if weather.stale and chance() < weather.stale:
+            self.after(self.random.uniform(*weather.stale_s), partial(self._hand_over_again, data))
+        for node in receivers:
+            if node.peer == sender or node.machine is None:
                 continue
             copies = 1
-            if self.weather.loss and self.random.random() < self.weather.loss:
+            if weather.loss and chance() < weather.loss:
                 copies = 0
-            elif self.weather.duplication and self.random.random() < self.weather.duplication:
+            elif weather.duplication and chance() < weather.duplication:
                 copies = 2
             for _ in range(copies):
-                self.after(self.delay_s(), lambda node=node: self._deliver(sender, node, data))
+                self.after(self.delay_s() + late_s, partial(self._deliver, sender, node, data))
 
     def _deliver(self, sender: PeerId, node: Node, data: bytes) -> None:
-        if self.connected(sender, node.peer):
+        if node.machine is not None and (not self.cut or (sender, node.peer) not in self.cut):
             node.receive(data, sender)
+
+    def _hand_over_again(self, data: bytes) -> None:
+        """Gossip forwards what it has, however old; the neighbour is not the signer."""
+        try:
+            author = wire.decode(data).sender
+        except wire.WireError:
+            return
+        neighbours = [peer for peer in self.nodes if peer != author]
+        if neighbours:
+            neighbour = self.random.choice(neighbours)
+            for node in self.nodes.values():
+                if node.peer not in (neighbour, author):
+                    self._deliver(neighbour, node, data)
 
     def transfer(self, sender: PeerId, to: PeerId, action: Callable[[], None], *, lost: Callable[[], None]) -> None:
         """Bulk bytes: ordered and reliable while both ends live and are connected, else `lost`."""
@@ -159,9 +171,12 @@ class World:
             broken = self.weather.transfer_loss and self.random.random() < self.weather.transfer_loss
             (action if alive and self.connected(sender, to) and not broken else lost)()
 
-        self.after(self.delay_s() * 2, arrive)
+        delay_s = self.delay_s() * 2
+        if self.faults.dripping and (sender in self.faults.dripping or to in self.faults.dripping):
+            delay_s += self.random.uniform(*self.weather.drip_s)
+        self.after(delay_s, arrive)
 
-    # ------------------------------------------------------------ faults
+    # ------------------------------------------------------------ weather
 
     def start(self) -> None:
         """Founders start at once, joiners one after another, and the weather sets in."""
@@ -169,93 +184,62 @@ class World:
             if peer in self.rules.founders:
                 node.start()
             else:
-                self.after(self.random.uniform(0.0, 20.0), node.start)
-        for peer in self.nodes:
-            self._doom(peer)
-        self._next_partition()
+                self.after(self.random.uniform(0.0, 12.0), node.start)
+        self.faults.begin()
+        self._watch()
 
-    def _doom(self, peer: PeerId) -> None:
-        for rate, doom in ((self.weather.crashes, self._crash), (self.weather.leaves, self._depart)):
-            if rate:
-                self.after(self.random.expovariate(rate), lambda doom=doom: doom(peer))
-
-    def _crash(self, peer: PeerId) -> None:
-        if not self.weather.crashes:
-            return
-        self.nodes[peer].crash()
-        self.after(self.random.expovariate(self.weather.crashes), lambda: self._crash(peer))
-
-    def _depart(self, peer: PeerId) -> None:
-        if not self.weather.leaves:
-            return
-        self.nodes[peer].leave()
-        self.after(self.random.expovariate(self.weather.leaves), lambda: self._depart(peer))
-
-    def _next_partition(self) -> None:
-        if self.weather.partitions:
-            self.after(self.random.expovariate(self.weather.partitions), self._partition)
-
-    def _partition(self) -> None:
-        if not self.weather.partitions:
-            return
-        peers = list(self.nodes)
-        self.random.shuffle(peers)
-        at = self.random.randrange(1, len(peers)) if len(peers) > 1 else 1
-        left, right = peers[:at], peers[at:]
-        self._cut = {(a, b) for a in left for b in right}
-        if self.random.random() >= self.weather.one_way:
-            self._cut |= {(b, a) for a, b in self._cut}
-        self.note("------", f"partition {left} | {right}")
-        self.after(self.random.uniform(*self.weather.partition_s), self._heal)
-
-    def _heal(self) -> None:
-        self._cut = set()
-        self.note("------", "healed")
-        self._next_partition()
-
-    def decided(self, peer: PeerId, round_: int) -> None:
-        """The moment that tells protocols apart: one peer knows the decision and nobody else does."""
-        first, self._decided_round = round_ > self._decided_round, max(self._decided_round, round_)
-        if not first or not self.weather.isolations or self.random.random() >= self.weather.isolations:
-            return
-        self.note("------", f"{peer} is cut off")
-        others = [other for other in self.nodes if other != peer]
-        self._cut = {(peer, other) for other in others} | {(other, peer) for other in others}
-        self.after(self.random.uniform(*self.weather.partition_s), self._heal)
-        for other in others:
-            if self.random.random() < self.weather.isolation_crashes:
-                self.nodes[other].crash()
+    def _watch(self) -> None:
+        self.watch.look()
+        self.after(WATCH_S, self._watch)
 
     def clear(self) -> None:
         """The weather ends: everything is connected, everyone who is down comes back."""
         self.weather = self.calm
-        self._cut = set()
+        self.clear_s = self.now_s
+        self.cut = set()
+        self.faults.end()
         self.note("------", "the weather clears")
         for node in self.nodes.values():
-            if node.machine is None and node.started:
+            node.storage_fails = False
+            if node.machine is None and node.started and not node.finished:
                 node.start()
+            elif node.machine is not None:
+                node.tell_storage()
 
     # ------------------------------------------------------------ progress
+
+    def honest(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.mischief is None]
 
     def up(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.machine is not None]
 
     def furthest(self) -> int:
-        return max((node.state.base.round for node in self.nodes.values()), default=0)
+        return max((node.state.base.round for node in self.honest()), default=0)
 
     def together(self, round_: int) -> bool:
-        """Whether all who are up are on one lineage, in `round_` or later."""
-        up = self.up()
+        """Whether all honest peers that are up are on one lineage, in `round_` or later, and members."""
+        up = [node for node in self.nodes.values() if node.machine is not None and node.mischief is None]
         return (
-            len({node.state.base.lineage for node in up}) == 1
-            and all(node.state.base.round >= round_ for node in up)
+            all(node.state.base.round >= round_ for node in up)
+            and len({node.state.base.lineage for node in up}) == 1
             and all(chain.member(node.state, node.peer) is not None for node in up if not node.left)
         )
 
     def expect_progress(self, rounds: int, within_s: float) -> None:
-        """I5: in fair weather everyone gets `rounds` further together."""
-        goal, deadline_s = self.furthest() + rounds, self.now_s + within_s
-        self.run(deadline_s, stop=lambda: self.together(goal))
+        """I4, I5: in fair weather everyone gets `rounds` further together, on one lineage."""
+        goal, deadline_s, moves = self.furthest() + rounds, self.now_s + within_s, -1
+        if self.rules.final_round is not None:
+            goal = min(goal, self.rules.final_round)
+
+        def there() -> bool:
+            nonlocal moves
+            if moves == self.moves:
+                return False
+            moves = self.moves
+            return self.together(goal)
+
+        self.run(deadline_s, stop=there)
         if not self.together(goal):
             where = ", ".join(
                 f"{node.peer}: round {node.state.base.round} of {node.state.base.lineage.hex()[:6]}, "
@@ -264,3 +248,11 @@ class World:
                 if node.machine is not None
             )
             raise Violation(f"I5: not everyone reached round {goal} within {within_s:.0f} s of fair weather: {where}")
+
+
+def _decides(data: bytes) -> bool:
+    try:
+        message = wire.decode(data).message
+    except wire.WireError:
+        return False
+    return isinstance(message, Commit) or (isinstance(message, Vote) and message.phase == 2)

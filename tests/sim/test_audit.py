@@ -16,8 +16,8 @@ from protocol import chain, wire
 from protocol.messages import Offence, Proposal, Ready, Roster, Vote
 from protocol.names import digest
 
-ROUNDS = 8
-"""Within so many rounds of its first lie a liar is out, however rarely it leads."""
+ROUNDS = 20
+"""Within so many rounds a liar is out, however rarely it leads: most lies need its turn."""
 
 LIES: dict[str, tuple[Callable[[Node], None], Offence]] = {
     "two READYs": (partial(two_faced, kind=Ready), Offence.TWO_READYS),
@@ -38,8 +38,8 @@ def left_out(world: World) -> bool:
 
 
 def begin(profile: str, seed: int, peers: int, lie: Callable[[Node], None]) -> World:
-    """A swarm in which one peer, after two rounds in fair weather, begins to lie."""
-    world = build(profile, seed, peers, trace=True)
+    """A swarm of `peers` founders in which one of them, after two rounds in fair weather, begins to lie."""
+    world = build(profile, seed, peers + PROFILES[profile].joiners, trace=True)
     weather, world.weather = world.weather, world.calm
     world.start()
     world.run(60.0, stop=lambda: world.furthest() >= 2 and world.together(2))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
+from sim_hostile import without
 from sim_model import make_rules
 from sim_node import Node
 from sim_profiles import peer_names
-from sim_world import Weather, World
+from sim_weather import Weather
+from sim_world import World
 
 from protocol import chain, wire
 from protocol.chain import ChainState
@@ -18,8 +19,6 @@ from protocol.events import Effect, Received, Send, StartExchange
 from protocol.judging import Judge
 from protocol.messages import NIL, Heartbeat, Join, Proposal, Ready, Roster, Vote
 from protocol.names import digest
-from protocol.planning import contributing_of, deal, flat_plan, level_durations
-from protocol.rules import Rules
 
 STILL = Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0))
 
@@ -258,20 +257,6 @@ def lead_with(world: World, change: Callable[[Roster], Roster], to: Sequence[str
 
     leader._perform = two_faced  # type: ignore[method-assign]
     return leader
-
-
-def without(victim: str, rules: Rules) -> Callable[[Roster], Roster]:
-    """The same roster, planned anew without one READY."""
-
-    def change(roster: Roster) -> Roster:
-        readys = tuple(ready for ready in roster.readys if ready.sender != victim)
-        smaller = replace(roster, readys=readys)
-        contributing = contributing_of(smaller, rules)
-        plan = flat_plan(len(readys), contributing)
-        dealt = deal(roster.base.digest(), rules.part_count, plan)
-        return replace(smaller, plan=plan, durations_s=level_durations(plan, contributing, dealt, rules))
-
-    return change
 
 
 def test_a_two_faced_coordinator_decides_nothing() -> None:
