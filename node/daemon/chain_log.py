@@ -143,6 +143,35 @@ class ChainLog:
         self.end = offset + _FRAME.size + len(payload)
         return offset
 
+    def replace(self, offset: int, stop: int, kind: FrameKind, payload: bytes) -> int:
+        """Put a whole frame in the place of what lies from `offset` to `stop`; by how much all behind it has moved.
+
+        The file is written anew beside the old one and takes its name. Raises `OSError`: then nothing has changed.
+        """
+        frame = _FRAME.pack(len(payload), kind, _checksum(kind, payload)) + payload
+        draft = self._path.with_name(f"{self._path.name}.new")
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            written = 0
+            for start, end in ((0, offset), (stop, self.end)):
+                if start == stop:
+                    write_at(fd, frame, written)
+                    written += len(frame)
+                for at in range(start, end, _COPY_BYTES):
+                    piece = read_at(self._fd, min(_COPY_BYTES, end - at), at)
+                    write_at(fd, piece, written)
+                    written += len(piece)
+            os.fsync(fd)
+            os.replace(draft, self._path)
+        except OSError:
+            os.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+        sync_directory(self._path.parent)
+        os.close(self._fd)
+        self._fd, self.end = fd, written
+        return len(frame) - (stop - offset)
+
     def cut(self, offset: int, name: str = "torn") -> None:
         """Copy what lies behind `offset` aside, to `chain.log.NAME-OFFSET`, then take it out of the log."""
         size = os.fstat(self._fd).st_size

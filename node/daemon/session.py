@@ -18,6 +18,7 @@ from node.daemon.driver import LEAVE_SPREADS_S, Corrupt, Driver, Over, Refused
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
+from node.daemon.mending import mend_chain
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.storage import Storage
@@ -84,6 +85,8 @@ class RunSession:
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
         self._engine_was_open = False
+        self._chain_is_whole = False
+        """Every record of the log was read, and is good."""
         self._left_state: ChainState | None = None
         self._returns = 0
         """How often another lineage was followed in vain since the last that took this node in."""
@@ -174,6 +177,7 @@ class RunSession:
                 nursery.start_soon(self._feed.keep_peers, engine)
                 nursery.start_soon(self._watch_supervisor)
                 nursery.start_soon(self._watch_inventory, engine)
+                nursery.start_soon(self._mend_chain)
                 await self._obtain_artifacts(engine)
                 training = self._training_with(handle, engine)
                 nursery.start_soon(self._pump_trainer, training)
@@ -251,6 +255,11 @@ class RunSession:
             if machine is not None and machine.phase != "training":
                 self._host.explain(machine.reason)  # what a trainer that has contributed waits for
             await trio.sleep(INVENTORY_EVERY_S)
+
+    async def _mend_chain(self) -> None:
+        if not self._chain_is_whole:
+            await mend_chain(self.store, self._network, self._observations)
+            self._chain_is_whole = True
 
     async def _watch_supervisor(self) -> None:
         async for event in self._supervisor.events:

@@ -471,6 +471,51 @@ class Store:
         except OSError as error:
             log.error("the newest state's hash cannot be noted on disk", why=str(error))
 
+    # ------------------------------------------------------------ records that went bad on disk
+
+    def damaged(self) -> list[int]:
+        """Places of the records, counted from the first, whose bytes on disk are not those that were written."""
+        found = []
+        for place in range(len(self._entries)):
+            with self._lock:
+                if place < len(self._entries) and self._frame(self._entries[place]) is None:
+                    found.append(place)
+        return found
+
+    def before(self, place: int) -> Base:
+        """Where the chain stood before the record at `place`: what to ask a peer for."""
+        with self._lock:
+            return self._entries[place - 1].after if place else genesis(self._rules).base
+
+    def mend(self, place: int, record: bytes) -> None:
+        """Put a peer's `record` in the place of one that went bad. Nothing changes if it is good, or is not there.
+
+        Raises `StrangerError` or `InvalidCommit` when it is another record than the one that was there, `OSError` when
+        the disk fails.
+        """
+        with self._lock:
+            if place >= len(self._entries) or self._frame(self._entries[place]) is not None:
+                return
+            entry, state = self._entries[place], self._state_behind(place)
+            kind, content = self._verified(state, record)
+            after = self._followed(state, content).base
+            if kind is not entry.kind or (after.round, after.prev, after.lineage) != (
+                entry.after.round,
+                entry.after.prev,
+                entry.after.lineage,
+            ):
+                raise StrangerError(f"a peer's record of round {entry.round} is not the one that went bad here")
+            chain_log, behind = self._opened(), place + 1
+            stop = self._entries[behind].offset if behind < len(self._entries) else chain_log.end
+            (self._directory / "chain.checkpoint").unlink(missing_ok=True)  # its offsets are about to be wrong
+            moved = chain_log.replace(entry.offset, stop, kind, record[1:])
+            self._entries[behind:] = [replace(later, offset=later.offset + moved) for later in self._entries[behind:]]
+            self._save(chain_log)
+
+    def _frame(self, entry: Entry) -> Frame | None:
+        frame = self._opened().read(entry.offset)
+        return frame if frame is not None and frame.kind is entry.kind else None
+
     # ------------------------------------------------------------ the vote journal
 
     def write_journal(self, journal: bytes) -> None:
@@ -568,11 +613,11 @@ class Store:
         return None
 
     def _body(self, entry: Entry) -> bytes:
-        frame = self._opened().read(entry.offset)
-        if frame is None or frame.kind is not entry.kind:
+        frame = self._frame(entry)
+        if frame is None:
             raise StoreError(
-                f"the record at {entry.offset} of {self._directory / 'chain.log'} went bad on disk; "
-                "move the file away to fetch the chain anew"
+                f"the record of round {entry.round} at {entry.offset} of {self._directory / 'chain.log'} went bad on "
+                "disk; it is fetched again when a peer that has it is connected"
             )
         return frame.payload
 

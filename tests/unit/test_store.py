@@ -577,6 +577,47 @@ def test_a_spoilt_header_before_good_records_is_mended(opener: Opener, tmp_path:
     assert path.read_bytes() == good
 
 
+def records_of(of: Store, place: int) -> list[bytes]:
+    base = of.before(place)
+    page = of.records_after(round_number=base.round, prev=base.prev, lineage=base.lineage, limit_bytes=1)
+    assert page is not None
+    return page[0]
+
+
+@pytest.mark.parametrize("place", [0, 3, 5], ids=["first", "middle", "last"])
+def test_a_record_that_went_bad_is_mended_by_a_peers(opener: Opener, tmp_path: Path, place: int) -> None:
+    mine, theirs = opener(), opener("peer")
+    grow(theirs, 6)
+    grow(mine, 6)
+    tip = mine.state
+    path = tmp_path / "run" / "chain.log"
+    offset = mine._entries[place].offset
+    mine.close()
+    data = bytearray(path.read_bytes())
+    data[offset + 60] ^= 1
+    if place != 5:  # the checkpoint, which holds what the records led to, stands only on the last one
+        path.write_bytes(data)
+        again = opener()
+    else:
+        again = opener()
+        path.write_bytes(data)
+    assert again.state == tip
+    assert again.damaged() == [place]
+    wrong = records_of(theirs, (place + 1) % 6)
+    with pytest.raises((StrangerError, InvalidCommit)):
+        again.mend(place, wrong[0])
+    assert again.damaged() == [place]
+    again.mend(place, records_of(theirs, place)[0])
+    assert again.damaged() == []
+    again.mend(place, b"")  # once more changes nothing
+    assert again.replay().base.prev == tip.base.prev
+    crash(again)
+    assert opener().state.base.prev == tip.base.prev
+    grown = opener()
+    assert grown.damaged() == []
+    grow(grown, 1, grown.state)
+
+
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
     made = Store(tmp_path / "run", RULES, KEYRING)
     with pytest.raises(StoreError, match="call open"):
