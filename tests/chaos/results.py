@@ -35,7 +35,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def here() -> str:
-    return f"{os.cpu_count()} cores {platform.machine()}, no GPU"
+    """The machine, and how much else it did (load average of five minutes): most of a recovery is a start."""
+    return f"{os.cpu_count()} cores {platform.machine()}, no GPU; load average {os.getloadavg()[1]:.0f}"
 
 
 def result(
