@@ -205,6 +205,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     audits: AuditStatus = AuditStatus()
     caught: dict[str, str] = {}
     """Peers that are left out for good → what evidence they gave."""
+    crash_loops: dict[str, int] = {}
+    """Process → times in a row that it died within half a minute of its start; it is started again ever later."""
     problems: dict[str, int] = {}
     """What went wrong and was dealt with, counted by reason, since the start."""
     http: str | None = None

@@ -6,6 +6,7 @@ What an operator can get wrong is refused here, in this process, before anything
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -44,6 +45,8 @@ def launch(home: Home, operator: OperatorSettings, report: Callable[[str], None]
     sys.stdout.flush()
     sys.stderr.flush()
     command = python("node.supervisor")
+    # From here to its event loop a signal would end a process that has begun to make things: it waits for that loop.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     os.execve(command[0], command, environment)
 
 
@@ -55,7 +58,6 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
     listen = _listen_addresses(home, operator)
     _check_ports(operator, listen)
     ensure_identity(home)
-    lock.prepare_socket_directory(home)
     previous, lost = _previous(home, report)
     run = None if lost is not None and operator.run is None else _run_of(home, operator, previous, report)
     if run is not None:

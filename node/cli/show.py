@@ -54,6 +54,8 @@ def status_view(status: Status, *, addresses: bool = True) -> RenderableType:
     if status.caught:
         caught = "; ".join(f"{short(peer)}: {offence}" for peer, offence in sorted(status.caught.items()))
         parts.append(Text(f"left out for good: {caught}", style="bold red"))
+    for role, times in status.crash_loops.items():
+        parts.append(Text(f"the {role} has died {times} times in a row, each time soon after its start", style="red"))
     if status.problems:
         counted = ", ".join(f"{count} × {reason}" for reason, count in sorted(status.problems.items()))
         parts.append(Text(f"problems dealt with: {counted}", style="dim"))

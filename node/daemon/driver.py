@@ -43,8 +43,8 @@ WAITING_MESSAGES = 256
 """Messages of peers between the network's inbox, which is fair and bounded, and the machine."""
 JOURNAL, CHAIN = "the vote journal", "the chain"
 DISK_RETRY_S = 2.0
-LEAVE_SPREADS_S = 0.3
-"""For the LEAVE to be written to every peer's connection before it closes."""
+LEAVE_SPREADS_S = 1.0
+"""For the LEAVE to be written to every peer's connection before it closes, at most."""
 LAST_VALIDATION_S = 60.0
 """How long a node stays, at the end of the run, for its trainer to measure the final state."""
 BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
@@ -126,6 +126,7 @@ class Driver:
         self._snapshot_done = trio.Event()
         self._snapshot_done.set()
         self._between_rounds = trio.Event()
+        self._announced = trio.Event()
         self._held = HeldEffects()
         """What waits for a disk that refuses the journal or the chain."""
         self._retry_s = math.inf
@@ -135,6 +136,14 @@ class Driver:
     def post(self, event: events.Event | _ApplyDone) -> None:
         """An event for the machine, from anywhere in the daemon."""
         self._send.send_nowait(event)
+
+    async def announce_leaving(self) -> None:
+        """LEAVE to everybody: written when this returns, or not within `LEAVE_SPREADS_S`."""
+        self.post(events.LeaveRequested())
+        with trio.move_on_after(LEAVE_SPREADS_S):
+            await self._announced.wait()
+        if slow := await self._network.drain(LEAVE_SPREADS_S):
+            log.warning("some peers do not read that this node leaves: they will notice its silence", peers=slow)
 
     async def wait_between_rounds(self) -> None:
         """Until no exchange or vote is under way. The caller sets the deadline."""
@@ -187,6 +196,8 @@ class Driver:
             self._room_for_messages.release()
         for effect in self.machine.handle(event, trio.current_time()):
             await self._perform(effect)
+        if isinstance(event, events.LeaveRequested):
+            self._announced.set()
 
     async def _perform(self, effect: events.Effect) -> None:
         """At once, or when the disk has taken what comes before it."""
@@ -447,8 +458,7 @@ class Driver:
 
     async def _leave(self) -> None:
         """This node has done its rounds: the others shall not wait for it."""
-        self.post(events.LeaveRequested())
-        await trio.sleep(LEAVE_SPREADS_S)
+        await self.announce_leaving()
         self._outcome = self._outcome or Over()
         self.post(events.Tick())
 

@@ -97,6 +97,8 @@ class Link:
         self._owner = owner
         self._stream = stream
         self._outbox = Outbox()
+        self._writing = False
+        self._wrote = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._last_heard_s = trio.current_time()
         self._heard = trio.Event()
@@ -144,6 +146,7 @@ class Link:
             self.why_closed = self.why_closed or "the connection was closed here"
             self.closed.set()
             self._heard.set()
+            self._wrote.set()
             for waiting in self._waiting.values():
                 waiting.fail(f"{self.peer_id} is gone: {self.why_closed}")
             self._waiting.clear()
@@ -207,9 +210,19 @@ class Link:
     def send_run(self, run: bytes) -> None:
         self._outbox.put_urgent(encode_frame(RunChosen(run)))
 
+    async def drain(self) -> None:
+        """Until every datagram that waits is written, or the link is closed."""
+        while not self.closed.is_set() and (self._writing or self._outbox.has_messages):
+            await self._wrote.wait()
+
     async def _write(self) -> None:
         while True:
-            await self._stream.send(*await self._outbox.take())
+            frames = await self._outbox.take()
+            self._writing = True
+            await self._stream.send(*frames)
+            self._writing = False
+            self._wrote.set()
+            self._wrote = trio.Event()
 
     # ------------------------------------------------------------ round trips
 

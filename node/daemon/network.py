@@ -244,6 +244,20 @@ class Network:
         for link in links:
             link.send(data, replaces)
 
+    async def drain(self, within_s: float) -> list[PeerId]:
+        """Until what was sent is written to every connection; the peers for which that took longer than `within_s`."""
+        slow = set(self.links)
+
+        async def drain(link: Link) -> None:
+            await link.drain()
+            slow.discard(link.peer_id)
+
+        with trio.move_on_after(within_s):
+            async with trio.open_nursery() as nursery:
+                for link in self.links.values():
+                    nursery.start_soon(drain, link)
+        return sorted(slow)
+
     async def request(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         """The answer of a connected peer. Raises `RequestFailed` with a sentence."""
         link = self.links.get(peer)

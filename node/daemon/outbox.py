@@ -29,6 +29,11 @@ class Outbox:
         """The peer provokes answers faster than it reads them."""
         return len(self._urgent) > MAX_URGENT_FRAMES
 
+    @property
+    def has_messages(self) -> bool:
+        """Datagrams, or what goes before them, wait to be written."""
+        return bool(self._urgent or self._datagrams)
+
     def put_urgent(self, frame: bytes) -> None:
         self._urgent.append(frame)
         self._arrived.set()

@@ -14,7 +14,7 @@ import trio
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp, HeldState, WinnerGone
-from node.daemon.driver import LEAVE_SPREADS_S, Corrupt, Driver, Over, Refused
+from node.daemon.driver import Corrupt, Driver, Over, Refused
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
@@ -38,6 +38,10 @@ from protocol.messages import Commit
 from protocol.names import Base, Digest
 from protocol.peer import PeerMachine
 
+FINISH_ROUND_S = 2.5
+"""How long a leaving node stays for the exchange or the vote under way: the others would miss its parts."""
+LAST_SNAPSHOT_S = 2.0
+"""For the state at leaving, so that the next start replays nothing."""
 ARTIFACT_TIMEOUT_S = 3600.0
 ARTIFACT_RETRY_S = 2.0
 ENGINE_RETRY_S = 5.0
@@ -132,16 +136,19 @@ class RunSession:
         driver = self.driver
         if driver is None:
             return
-        await driver.wait_between_rounds()
-        driver.post(events.LeaveRequested())
+        with trio.move_on_after(FINISH_ROUND_S) as waited:
+            await driver.wait_between_rounds()
+        if waited.cancelled_caught:
+            log.warning("leaving in the middle of a round, which did not end in time", phase=driver.machine.phase)
+        await driver.announce_leaving()
         if driver.machine.state.base.round > 0:
             try:
-                await self.save_snapshot()
+                with trio.move_on_after(LAST_SNAPSHOT_S):
+                    await self.save_snapshot()
             except (EngineFailed, trio.BrokenResourceError) as error:
                 log.warning(
                     "no snapshot was saved at leaving: the next start replays from an older one", why=str(error)
                 )
-        await trio.sleep(LEAVE_SPREADS_S)
 
     async def save_snapshot(self) -> tuple[str, Base]:
         """A snapshot of the current state on this disk: its path and the state's place in the chain.
@@ -266,7 +273,7 @@ class RunSession:
             if isinstance(event, EngineRestarted):
                 raise EngineGone("the engine was started again")
             if isinstance(event, TrainerExited):
-                self.trainer_exit = event.reason
+                self.trainer_exit = _exit_sentence(event)
                 log.warning("the trainer ended", code=event.code, why=event.reason)
 
     trainer_exit: str | None = None
@@ -478,3 +485,12 @@ class RunSession:
         self._network.membership.publish(
             round=base.round, state_hash=base.state_hash, tokens_per_s=self._observations.tokens_per_s
         )
+
+
+def _exit_sentence(event: TrainerExited) -> str:
+    """For `status`, until another trainer is attached."""
+    if event.restart_in_s is None:
+        return event.reason
+    times = f", the {event.crashes}th death in a row" if event.crashes > 3 else ""
+    when = f"in {event.restart_in_s:.1f} s" if event.restart_in_s else "at once"
+    return f"the trainer died ({event.reason}{times}) and is started again {when}"

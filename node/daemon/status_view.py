@@ -41,6 +41,7 @@ class StatusView:
         self._supervisor = supervisor
         self._observations = observations
         self._resident_bytes: dict[str, int] = {}
+        self._crashes: dict[str, int] = {}
         self.session: RunSession | None = None
         self.http: str | None = None
         self.stop_requested = trio.Event()
@@ -48,7 +49,8 @@ class StatusView:
     async def keep_fresh(self) -> None:
         """Resident memory of the four processes, as the supervisor sees them."""
         while True:
-            self._resident_bytes = (await self._supervisor.processes()).resident_bytes
+            processes = await self._supervisor.processes()
+            self._resident_bytes, self._crashes = processes.resident_bytes, processes.crashes
             await trio.sleep(PROCESSES_EVERY_S)
 
     def stop(self) -> None:
@@ -132,6 +134,7 @@ class StatusView:
             resident_bytes=self._resident_bytes,
             audits=seen.audits,
             caught=dict.fromkeys(state.banned, "by the run's evidence") | seen.caught if state is not None else {},
+            crash_loops=self._crashes,
             problems={**seen.problems, **self._network.problems(), **self._dropped_by_engine()},
             http=self.http,
             uptime_s=trio.current_time() - seen.started_s,

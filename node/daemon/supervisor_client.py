@@ -57,12 +57,16 @@ class TrainerExited:
     """Its last words, one line."""
     restart_in_s: float | None
     """None: it is not started again (it finished, or it refused to run)."""
+    crashes: int = 1
+    """In a row, without a life of half a minute between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
     pids: dict[str, int]
     resident_bytes: dict[str, int]
+    crashes: dict[str, int]
+    """Role → times in a row that it died young, of those that did so twice or more."""
 
 
 SupervisorEvent: TypeAlias = EngineRestarted | TrainerExited
@@ -107,7 +111,10 @@ class SupervisorClient:
                 self._events.send_nowait(EngineRestarted())
             elif message["event"] == "trainer_exited":
                 exited = TrainerExited(
-                    code=message["code"], reason=message["reason"], restart_in_s=message["restart_in_s"]
+                    code=message["code"],
+                    reason=message["reason"],
+                    restart_in_s=message["restart_in_s"],
+                    crashes=message.get("crashes", 1),
                 )
                 self._events.send_nowait(exited)
 
@@ -139,7 +146,9 @@ class SupervisorClient:
 
     async def processes(self) -> Processes:
         answer, _ = await self._request({"op": "processes"})
-        return Processes(pids=answer["pids"], resident_bytes=answer["resident_bytes"])
+        return Processes(
+            pids=answer["pids"], resident_bytes=answer["resident_bytes"], crashes=answer.get("crashes", {})
+        )
 
     def refuse(self, sentence: str) -> None:
         """Leave a sentence for the operator; then end with exit status 2. Needs no running event loop."""

@@ -90,6 +90,8 @@ class _Session:
         self.round: int | None = None
         """Round of the last Welcome or Committed; None: not welcomed yet."""
         self.loading = False
+        self.loaded = False
+        """It has said that its model holds θ, at least once."""
         self.contributed = False
         self.gone = False
         self.scope = trio.CancelScope()
@@ -143,6 +145,11 @@ class TrainerHost:
         return self._session is not None and self._session.round is not None and not self._session.gone
 
     @property
+    def loaded(self) -> bool:
+        """The attached trainer has built its model: before, which may take minutes, it cannot train or hand over."""
+        return self.attached and self._session is not None and self._session.loaded
+
+    @property
     def name(self) -> str | None:
         """Of the trainer that is attached or waits for its Welcome."""
         return self._session.attach.name if self._session is not None else None
@@ -188,7 +195,8 @@ class TrainerHost:
         was too slow; it reconnects, finds another round than its own and starts from θ.
         """
         await self.freeze(round, 0.0)
-        with trio.move_on_after(within_s):
+        # One that still builds its model has no work to hand over, and takes θ anew when it is done.
+        with trio.move_on_after(within_s if self.loaded else 0.0):
             async with self._changed:
                 while not self.vectors_free:
                     await self._changed.wait()
@@ -196,7 +204,8 @@ class TrainerHost:
             return False
         if session.contributed:
             return True
-        session.end(f"it did not hand over its work of round {round} within {within_s:.0f} s", failed=False)
+        why = f"it did not hand over its work of round {round} within {within_s:.0f} s"
+        session.end(why if session.loaded else f"round {round} was committed while it built its model", failed=False)
         async with self._changed:
             while self._session is session:
                 await self._changed.wait()
@@ -377,6 +386,7 @@ class TrainerHost:
                 self.validation = message
             case wire.Loaded():
                 session.loading = False
+                session.loaded = True
             case wire.Contribution():
                 if message.round != session.round:
                     return  # of a round that was committed meanwhile: a Committed is on its way

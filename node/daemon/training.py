@@ -223,6 +223,7 @@ class Training:
             await self._contributed(event)
         elif isinstance(event, wire.Loaded):
             self._loaded(event)
+            self._post_progress()
         elif isinstance(event, Attached):
             self._progress = None
             self._post_progress()
@@ -331,7 +332,7 @@ class Training:
         """`Freeze` of the state machine: the trainer's contribution within `within_s`, else a READY without work."""
         if self._state is None or self._state.base != base or self._handed_over():
             return
-        if self._host.attached and self._welcomed_round is not None:
+        if self._host.loaded and self._welcomed_round is not None:
             await self._host.freeze(base.round, within_s)
         elif not self._settings.starts_trainer:
             self._send_frozen(base, (), None, None)
@@ -377,7 +378,7 @@ class Training:
 
     def _post_progress(self) -> None:
         remaining: float | None = None
-        if self._host.attached and self._welcomed_round is not None and self._state is not None:
+        if self._host.loaded and self._welcomed_round is not None and self._state is not None:
             progress = self._progress
             steps = self._manifest.rounds.steps
             if progress is not None and progress.round == self._state.base.round:

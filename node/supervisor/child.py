@@ -15,9 +15,10 @@ from node.supervisor.link import SUPERVISOR_VARIABLE
 from node.supervisor.output import PipeReader
 
 FIRST_BACKOFF_S = 0.5
+"""Before the second start again in a row; the first follows at once."""
 LAST_BACKOFF_S = 10.0
 HEALTHY_S = 30.0
-"""A child that lived this long has earned the first back-off again."""
+"""A child that lived this long is started again at once when it dies."""
 
 
 _PR_SET_PDEATHSIG = 1
@@ -37,8 +38,10 @@ class Child:
     started_s: float = 0.0
     restart_at_s: float | None = None
     kill_at_s: float | None = None
-    backoff_s: float = FIRST_BACKOFF_S
+    backoff_s: float = 0.0
     starts: int = 0
+    crashes: int = 0
+    """In a row: none of these lives was a healthy one."""
     link: socket.socket | None = None
     """Our end of the socket pair whose other end the child inherited."""
     last_words: str = ""
@@ -128,9 +131,10 @@ class Child:
     def schedule_restart(self, now_s: float) -> float:
         """Set the time of the next start, and return the delay in seconds: it doubles while the child keeps dying."""
         if now_s - self.started_s >= HEALTHY_S:
-            self.backoff_s = FIRST_BACKOFF_S
+            self.backoff_s, self.crashes = 0.0, 0
+        self.crashes += 1
         delay_s = self.backoff_s
-        self.backoff_s = min(self.backoff_s * 2, LAST_BACKOFF_S)
+        self.backoff_s = min(max(delay_s * 2, FIRST_BACKOFF_S), LAST_BACKOFF_S)
         self.restart_at_s = now_s + delay_s
         return delay_s
 

@@ -249,6 +249,7 @@ class Supervisor:
                 "code": code,
                 "reason": reason or describe_exit(code),
                 "restart_in_s": delay_s,
+                "crashes": self._trainer.crashes,
             }
         )
 
@@ -292,7 +293,8 @@ class Supervisor:
                         child.name: child.pid for child in self._children if child.pid
                     }
                     resident = {name: resident_bytes(pid) for name, pid in pids.items()}
-                    return {"ok": True, "pids": pids, "resident_bytes": resident}, ()
+                    crashes = {child.name: child.crashes for child in self._children if child.crashes > 1}
+                    return {"ok": True, "pids": pids, "resident_bytes": resident, "crashes": crashes}, ()
                 case "fatal":
                     self._refusal = str(request["error"])
                 case unknown:
@@ -429,4 +431,4 @@ class Supervisor:
 
 
 def _again(delay_s: float) -> str:
-    return f"starting it again in {delay_s:.1f} s"
+    return f"starting it again in {delay_s:.1f} s" if delay_s else "starting it again"

@@ -7,11 +7,13 @@ beside an answer. Events come unasked:
         → {"ok": true, "fresh": bool} + [engine socket, theta, momentum, delta, theta read-only]
     {"op": "start_trainer"} | {"op": "stop_trainer"}             → {"ok": true}
     {"op": "listening", "addresses": [...], "http": "…"}         → {"ok": true}
-    {"op": "processes"}             → {"ok": true, "resident_bytes": {role: bytes}, "pids": {role: pid}}
+    {"op": "processes"}             → {"ok": true, "pids": {role: pid}, "resident_bytes": {role: bytes},
+                                       "crashes": {role: times in a row}}
     {"op": "fatal", "error": "one sentence"}                     → {"ok": true}; the daemon then exits with status 2
     any of them, refused                                         → {"ok": false, "error": "one sentence"}
     {"event": "engine_restarted"}
-    {"event": "trainer_exited", "code": N, "reason": "…", "restart_in_s": seconds or null}
+    {"event": "trainer_exited", "code": N, "reason": "…", "restart_in_s": seconds or null,
+     "crashes": times in a row}
 
 The engine gets, over a stream pair, one line of JSON, `{"op": "daemon"}`, and with it one descriptor: its end of a new
 connection to a daemon. Both find their end of their pair in `ATOLL_SUPERVISOR_FD`.

@@ -53,6 +53,8 @@ class Loop:
                 previous[number] = signal.signal(number, lambda *_: None)
         previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         self.watch(receiver.fileno(), read)
+        # Whoever became this process may have held them back until somebody here would hear them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         try:
             yield
         finally:

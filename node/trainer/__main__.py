@@ -1,7 +1,7 @@
 """`python -m node.trainer`: the trainer process, started by the supervisor. The home comes from `ATOLL_HOME`.
 
-Exit status: 0 the run is over or SIGTERM came; 1 start me again; 2 only the operator can help. The last line on stderr
-says why.
+Exit status: 0 the run is over; 1 start me again; 2 only the operator can help; 143 SIGTERM came, and whoever still
+wants a trainer starts another. The last line on stderr says why.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DAEMON_WAIT_S = 60.0
 EXIT_FINISHED = 0
 EXIT_AGAIN = 1
 EXIT_OPERATOR_ERROR = 2
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(EXIT_FINISHED)
+    sys.exit(EXIT_TERMINATED)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,15 @@ class Served:
         assert isinstance(await self.host.events.receive(), Attached)
         return client
 
+    async def loaded(self) -> Client:
+        """Its model is built and holds θ."""
+        client = await self.welcomed()
+        assert not self.host.loaded
+        await client.send(wire.Loaded(round=4, made=0, fresh=True, cause="start"))
+        assert isinstance(await self.host.events.receive(), wire.Loaded)
+        assert self.host.loaded
+        return client
+
 
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, **options: float) -> AsyncIterator[Served]:
@@ -343,7 +352,7 @@ def test_hold_waits_for_the_contribution(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served:
             assert not await served.host.hold(4, 1.0), "nobody is attached"
-            client = await served.welcomed()
+            client = await served.loaded()
 
             async def contribute() -> None:
                 assert isinstance(await client.receive(), wire.Freeze)
@@ -360,7 +369,7 @@ def test_hold_waits_for_the_contribution(tmp_path: Path) -> None:
 def test_hold_cuts_off_who_does_not_hand_over(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as served:
-            client = await served.welcomed()
+            client = await served.loaded()
             assert not await served.host.hold(4, 0.05)
             assert not served.host.attached
             assert isinstance(await client.receive(), wire.Freeze)
@@ -368,6 +377,19 @@ def test_hold_cuts_off_who_does_not_hand_over(tmp_path: Path) -> None:
             assert isinstance(goodbye, wire.Goodbye)
             assert "did not hand over its work of round 4" in goodbye.reason
             await served.host.committed(COMMITTED)  # reaches nobody, which is fine
+
+    trio.run(main)
+
+
+def test_a_commit_does_not_wait_for_a_trainer_that_builds_its_model(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            client = await served.welcomed()
+            with trio.fail_after(2.0):
+                assert not await served.host.hold(4, 3600.0)
+            assert isinstance(await client.receive(), wire.Freeze)
+            goodbye = await client.receive()
+            assert goodbye == wire.Goodbye(reason="round 4 was committed while it built its model")
 
     trio.run(main)
 

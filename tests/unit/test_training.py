@@ -26,7 +26,7 @@ from node.manifest import rules_of
 from node.settings import DaemonSettings
 from node.trainer import wire
 from protocol.chain import ChainState, genesis
-from protocol.events import Event, Frozen
+from protocol.events import Event, Frozen, TrainerProgress
 
 RULES = rules_of(VALID)
 PARTS = RULES.part_count
@@ -57,6 +57,7 @@ class Host:
 
     def __init__(self) -> None:
         self.attached = False
+        self.loaded = False
         self.told: list[wire.Committed] = []
 
     def provide(self, *_: object) -> None:
@@ -74,7 +75,7 @@ class Host:
 
 
 class Scene:
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, *, starts_trainer: bool = True) -> None:
         self.engine, self.host = Engine(), Host()
         self.observations = Observations()
         self.posted: list[Event] = []
@@ -88,7 +89,7 @@ class Scene:
         )
         self.ledger = self.work.ledger
         self.training = Training(
-            settings=DaemonSettings(home=str(tmp_path)),
+            settings=DaemonSettings(home=str(tmp_path), device="auto" if starts_trainer else "none"),
             identity=cast(Identity, _Me()),
             manifest=VALID,
             manifest_body=b"",
@@ -108,6 +109,11 @@ class Scene:
     async def attach(self) -> None:
         assert isinstance(self.training._welcome(), wire.Welcome)
         self.host.attached = True
+        self.host.loaded = True
+
+    @property
+    def remaining_s(self) -> float | None:
+        return next(event.remaining_s for event in reversed(self.posted) if isinstance(event, TrainerProgress))
 
     @property
     def frozen(self) -> list[Frozen]:
@@ -192,6 +198,25 @@ async def _news_of_the_last_trainer_comes_late(tmp_path: Path) -> None:
     assert [event.tokens for event in scene.frozen] == [((PARTS, 320),)], "the second one's work counts"
     await scene.training.begin(SECOND, counted=(True,) * PARTS, hard_reset=False)
     assert [message.start.round for message in scene.host.told] == [1]
+
+
+async def _a_trainer_builds_its_model(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, starts_trainer=False)
+    later = replace(FIRST, base=replace(FIRST.base, round=3, prev=bytes([3]) * 32))
+    await scene.training.resume(later)
+    await scene.attach()
+    scene.host.loaded = False
+    await scene.training.handle(Attached(name="a user's", pid=2, layout_digest=None, round=3))
+    assert scene.remaining_s is None, "as good as none"
+    await scene.training.freeze(later.base, 30.0)
+    assert [event.tokens for event in scene.frozen] == [()], "the others do not wait for it"
+    scene.host.loaded = True
+    await scene.training.handle(wire.Loaded(round=3, made=0, fresh=True, cause="start"))
+    assert scene.remaining_s is not None
+
+
+def test_a_trainer_that_builds_its_model_is_not_waited_for(tmp_path: Path) -> None:
+    trio.run(partial(_a_trainer_builds_its_model, tmp_path), clock=_clock())
 
 
 def test_a_trainer_that_follows_at_once_is_not_taken_for_the_one_that_went(tmp_path: Path) -> None:
