@@ -85,6 +85,20 @@ def test_a_slow_peer_blocks_nobody_and_what_is_dropped_is_counted(tmp_path: Path
     run(main)
 
 
+def test_what_was_sent_is_written_before_a_node_goes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with nodes(tmp_path) as some:
+            one, other = await two(some)
+            for number in range(100):
+                one.network.send(None, number.to_bytes(4, "big") + bytes(30_000))
+            assert await one.network.drain(10.0) == []
+            await one.stop()
+            received = [(await other.network.inbox.receive())[1][:4] for _ in range(100)]
+            assert received == [number.to_bytes(4, "big") for number in range(100)]
+
+    run(main)
+
+
 def test_a_message_too_large_for_a_frame_is_counted_and_ends_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with nodes(tmp_path) as some:
