@@ -56,6 +56,10 @@ class Child:
     def pid(self) -> int | None:
         return self.process.pid if self.process else None
 
+    def is_looping(self, now_s: float) -> bool:
+        """It died young more than once in a row, and has not lived long since."""
+        return self.crashes > 1 and not (self.running and now_s - self.started_s >= HEALTHY_S)
+
     def start(self, now_s: float, *, link_type: socket.SocketKind | None, stdout: int | None = subprocess.PIPE) -> None:
         """Start it in its own session, killed by the kernel when this process ends. Raises `OSError`."""
         assert self.process is None

@@ -293,7 +293,8 @@ class Supervisor:
                         child.name: child.pid for child in self._children if child.pid
                     }
                     resident = {name: resident_bytes(pid) for name, pid in pids.items()}
-                    crashes = {child.name: child.crashes for child in self._children if child.crashes > 1}
+                    now_s = time.monotonic()
+                    crashes = {child.name: child.crashes for child in self._children if child.is_looping(now_s)}
                     return {"ok": True, "pids": pids, "resident_bytes": resident, "crashes": crashes}, ()
                 case "fatal":
                     self._refusal = str(request["error"])

@@ -193,3 +193,17 @@ def test_a_live_daemon_is_found_from_a_shell_with_another_runtime_folder(
     assert home.live_socket("attach_socket") == home.attach_socket, "an older daemon does not say"
     home.daemon_file.unlink()
     assert home.live_socket("control_socket") == home.control_socket
+
+
+def test_the_first_death_costs_no_wait_and_a_loop_of_deaths_ever_more() -> None:
+    child = Child(name="trainer", command=("false",))
+    delays = []
+    for life in range(7):
+        child.started_s = 10.0 * life
+        delays.append(child.schedule_restart(child.started_s + 1.0))
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    assert child.crashes == 7
+    assert child.is_looping(70.0)
+    child.started_s = 100.0
+    assert child.schedule_restart(200.0) == 0.0, "a life of half a minute makes up for it"
+    assert not child.is_looping(200.0)
