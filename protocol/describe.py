@@ -25,6 +25,11 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
         return "finished", f"the run is over after {number} rounds; commits and parts are still served"
     if machine.final:
         return "finished", f"waiting until every live peer has the last state, of round {number}"
+    if machine.me in machine.state.banned:
+        return "paused", (
+            "the run has evidence against this node's key and has left it out for good: look in its log, and join with "
+            "a new identity"
+        )
     if machine.reforming.active:
         electors, missing = len(machine.state.electors), machine.reforming.missing()
         return "reforming", (
@@ -37,11 +42,6 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
         return "applying", f"fetching parts of the commit of round {number}"
     if machine.standing.leaving:
         return "leaving", "the other peers were told; waiting to be stopped"
-    if machine.me in machine.state.banned:
-        return "paused", (
-            "the run has evidence against this node's key and has left it out for good: look in its log, and join with "
-            "a new identity"
-        )
     kept = machine.probation.says(machine.state)
     if kept is not None:
         return "joining", kept

@@ -51,7 +51,7 @@ class Auditor:
         header = effect.commit.headers[effect.part]
         assert header is not None
         base = effect.commit.roster.message.base
-        verdict, why = Verdict.UNKNOWN, "the next exchange began before it was done"
+        verdict, why = Verdict.UNKNOWN, "an exchange began before it was done"
         started_s, received = trio.current_time(), 0
         with trio.CancelScope() as scope:
             if effect.audit:

@@ -79,6 +79,7 @@ def recompute_request(effect: RecomputePart, rules: Rules, timeout_s: float) -> 
         parts_roots=tuple(ready.message.parts_root for ready in roster.readys),
         weight_cap_ratio=rules.weight_cap_ratio,
         sources=effect.sources,
+        yields=effect.audit,
         timeout_s=timeout_s,
     )
 

@@ -242,6 +242,8 @@ class Recompute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight_cap_ratio: float
     sources: tuple[str, ...]
     """Who may have a contribution whose own peer does not give it."""
+    yields: bool
+    """To the next exchange, which ends it: `unknown`."""
     timeout_s: float
 
 

@@ -101,6 +101,7 @@ class Engine:
             threads=self._threads,
         )
         self._recomputer = Recomputer(
+            exchanging=lambda: self._traffic.exchanging,
             geometry=self._geometry,
             switchboard=self._switchboard,
             requester=self._requester,

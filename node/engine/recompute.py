@@ -8,6 +8,7 @@ one's own, so that others can check it even if the culprit, a leaf of its own pa
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 import trio
@@ -59,9 +60,14 @@ class KeptLeaves:
 
 
 class Recomputer:
+    """Args:
+    exchanging: whether a round's exchange has work to do on this node.
+    """
+
     def __init__(
         self,
         *,
+        exchanging: Callable[[], bool],
         geometry: Geometry,
         switchboard: Switchboard,
         requester: Requester,
@@ -69,6 +75,7 @@ class Recomputer:
         kept: KeptLeaves,
         threads: Threads,
     ) -> None:
+        self._exchanging = exchanging
         self._geometry = geometry
         self._switchboard = switchboard
         self._requester = requester
@@ -93,6 +100,8 @@ class Recomputer:
     async def leaf(self, request: api.Recompute, index: int) -> tuple[bytes, int]:
         """Payload and proof of one contribution, and how many bytes came for it. Raises `Unavailable`."""
         parts_root, part, peer = request.parts_roots[index], request.part, request.peers[index]
+        if request.yields and self._exchanging():
+            raise Unavailable("an exchange began before it was done")
         for store in (self._outbox.leaf, self._kept.find):
             here = await self._threads.disk(partial(store, parts_root, part))
             if here is not None:

@@ -48,6 +48,7 @@ def test_a_root_that_fabricates_means_is_left_out_by_all(tmp_path: Path) -> None
                 assert liar.peer_id not in node.rounds[number].contributors
         assert sum(status.audits.wrong for status in statuses) >= 1
         assert_agreed(*others, at_least=ROUNDS)
+        liar.wait(lambda status: "evidence against this node's key" in status.reason, "the liar says so", CAUGHT_S)
         for node, status in zip(others, statuses, strict=True):
             audits, number = status.audits, max(1, status.round)
             lab.say(

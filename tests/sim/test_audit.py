@@ -71,6 +71,10 @@ def test_a_liar_is_convicted_and_left_out_by_all(lie: str, peers: int) -> None:
         goal = world.furthest() + 3
         world.run(world.now_s + 120.0, stop=lambda: all(node.state.base.round >= goal for node in honest(world)))
     assert all(node.state.base.round >= goal for node in honest(world)), where(world)
+    (liar,) = (world.nodes[peer] for peer in world.hostile)
+    world.run(world.now_s + 60.0, stop=lambda: liar.machine is not None and liar.peer in liar.machine.state.banned)
+    assert liar.machine is not None
+    assert (liar.machine.phase, "evidence" in liar.machine.reason) == ("paused", True), "it is told why, and follows"
     for node in honest(world):
         assert all(chain.member(node.state, liar) is None for liar in world.hostile)
         assert len({other.state.base.lineage for other in honest(world)}) == 1

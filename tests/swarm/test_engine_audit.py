@@ -33,6 +33,7 @@ def request(turn: Round, encoded: list[api.Encoded], ref: api.PartRef) -> api.Re
         parts_roots=exchange.parts_roots,
         weight_cap_ratio=exchange.weight_cap_ratio,
         sources=(),
+        yields=False,
         timeout_s=20.0,
     )
 
@@ -92,6 +93,25 @@ def test_a_tree_is_recomputed_in_its_own_order_of_sums(tmp_path: Path) -> None:
                     assert ref.bitmap == 0b11111
                     answer = await verdict(turn.engines[ref.part % 5], request(turn, encoded, ref))
                     assert (answer.verdict, answer.why) == ("right", ""), ref.part
+
+    trio.run(main)
+
+
+def test_an_audit_gives_way_to_an_exchange_and_a_claim_does_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(120):
+            async with lab(tmp_path, 2) as swarm:
+                turn = flat_round(swarm, 0)
+                encoded, refs = await finished(swarm, turn)
+                claim = request(turn, encoded, refs[0])
+                audit = msgspec.structs.replace(claim, yields=True)
+                assert (await verdict(turn.engines[0], audit)).verdict == "right"
+                # Its partner has not been told of the next round: this exchange has its work before it.
+                later = flat_round(swarm, 1)
+                await later.engines[0].ask.exchange(later.requests(await later.encode())[0])
+                late = await verdict(turn.engines[0], audit)
+                assert (late.verdict, late.why) == ("unknown", "an exchange began before it was done")
+                assert (await verdict(turn.engines[0], claim)).verdict == "right"
 
     trio.run(main)
 
