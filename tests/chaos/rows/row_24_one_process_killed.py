@@ -72,9 +72,8 @@ def kill(lab: Lab, nodes: list[Node], victim: Node, role: str) -> tuple[float, i
         assert attempt <= (role != "trainer"), f"round {passed} took {attempt + 1} attempts; {led}"
         missing = {node.peer_id for node in others} - set(others[0].rounds[passed].contributors)
         assert not missing, f"round {passed} did not count {missing}, which were well"
-    # A daemon that was killed has a new account: all that it reports it lost since.
     assert victim.last is not None
-    lost = victim.last.work.discarded_tokens - (0 if role == "daemon" else before.discarded_tokens)
+    lost = victim.last.work.discarded_tokens - before.discarded_tokens
     assert lost <= lab.round_tokens(), (
         f"{lost} tokens are lost with the {role}, more than the {lab.round_tokens()} of H"
     )
