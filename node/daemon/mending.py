@@ -6,6 +6,8 @@ meanwhile; only whoever asks for such a record, or goes back behind it, has to w
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 import trio
 
@@ -25,7 +27,7 @@ log = structlog.get_logger()
 
 async def mend_chain(store: Store, network: Network, observations: Observations) -> None:
     """Reads the whole log; returns when no record of it is bad."""
-    damaged = await trio.to_thread.run_sync(store.damaged)
+    damaged = await trio.to_thread.run_sync(partial(store.damaged, trio.from_thread.check_cancelled))
     if not damaged:
         return
     observations.count(["records of the chain that went bad on disk"])

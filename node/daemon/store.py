@@ -11,21 +11,22 @@ here, or certified by a commit that follows. All calls block on the disk and may
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import structlog
 
 from node.daemon.chain_checkpoint import Entry, load_checkpoint, save_checkpoint
+from node.daemon.chain_index import ChainIndex
 from node.daemon.chain_log import HEADER_BYTES, ChainLog, Frame, FrameKind, StoreError
+from node.daemon.chain_records import Follower, Record, misplaced, vouched, with_hash
 from node.daemon.left_lineage import LeftChain, LeftLineage
 from node.daemon.run_files import JournalState, load_manifest, read_journal, save_manifest, write_journal
 from node.errors import StrangerError
 from node.status import LostLineage
-from protocol.chain import ChainState, genesis, lineage_of, next_state, reform_state
-from protocol.commits import verify_commit, verify_reform
+from protocol.chain import ChainState, genesis, lineage_of, reform_state
 from protocol.lineages import Place
 from protocol.messages import Commit, Reformed
 from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring, PeerId
@@ -35,27 +36,11 @@ from protocol.wire import WireError, decode_body, decode_commit, encode_body, en
 __all__ = ["JournalState", "Record", "StateMismatch", "Store", "StoreError", "load_manifest", "save_manifest"]
 
 CHECKPOINT_EVERY_RECORDS = 64
-STATES_KEPT = 64
-"""States of the chain behind the newest records; where lineages part lies mostly there."""
-MARK_EVERY_RECORDS = 256
-"""And behind every so many for good, so that no replay of the log is long."""
-
 log = structlog.get_logger()
 
 
 class StateMismatch(StoreError):
     """The outer state computed here is not the one that the chain certifies: it is corrupt, load another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A commit or a reform of the chain."""
-
-    kind: FrameKind
-    round: int
-    """The round that a commit decided; of a reform, the round that the new lineage starts with."""
-    body: bytes
-    """`encode_commit` of a commit, `encode_body` of a `Reformed`."""
 
 
 class Store:
@@ -64,18 +49,13 @@ class Store:
     def __init__(self, directory: Path, rules: Rules, keyring: Keyring) -> None:
         self._directory = directory
         self._rules = rules
-        self._keyring = keyring
+        self._records = Follower(rules, keyring)
+        self._index = ChainIndex(rules)
         self._lock = threading.RLock()
         self._log: ChainLog | None = None
-        self._entries: list[Entry] = []
-        self._commits: list[int] = []
-        """By round: the commit's place in `_entries`."""
-        self._state = genesis(rules)
         self._checkpointed = 0
         self.left_files = LeftLineage(directory=directory)
         self._left: LeftChain | None = None
-        self._states: dict[int, ChainState] = {}
-        """Number of records → where the chain stood behind them, for some. The state hash may be certain by now."""
 
     # ------------------------------------------------------------ opening and closing
 
@@ -113,7 +93,7 @@ class Store:
     @property
     def state(self) -> ChainState:
         """The newest. Its `state_hash` is zero, or a peer's claim, between a commit and its application here."""
-        return self._state
+        return self._index.state
 
     @property
     def set_aside(self) -> Path | None:
@@ -123,23 +103,16 @@ class Store:
     def state_hash_at(self, round_number: int) -> Digest | None:
         """The outer state that round `round_number` starts from, if that is certain; None: unknown here."""
         with self._lock:
-            if round_number == 0:
-                return self._rules.initial_state_hash
-            if not 0 < round_number <= len(self._commits):
-                return None
-            known = self._entries[self._commits[round_number - 1]].after.state_hash
-            return None if known == ZERO_DIGEST else known
+            return self._index.state_hash_at(round_number)
 
     def commit_at(self, round_number: int) -> Commit:
         """The commit of round `round_number`. Raises `StoreError` if this log has none, or it went bad on disk."""
         with self._lock:
-            if not 0 <= round_number < len(self._commits):
-                raise StoreError(f"the chain here has no commit of round {round_number}; fetch it from a peer")
-            return decode_commit(self._body(self._entries[self._commits[round_number]]))
+            return decode_commit(self._body(self._index.commit_entry(round_number)))
 
     def records(self, from_round: int = 0) -> Iterator[Record]:
         """Records from round `from_round` on, oldest first, read from disk one by one."""
-        for entry in tuple(self._entries):
+        for entry in tuple(self._index.entries):
             if entry.round >= from_round:
                 with self._lock:
                     body = self._body(entry)
@@ -153,12 +126,12 @@ class Store:
         At least one if there is any, whatever its size. None: that place is not on the chain here.
         """
         with self._lock:
-            position = self._position_after(round_number, prev, lineage)
+            position = self._index.position_after(round_number, prev, lineage)
             if position is None:
                 return None
             records: list[bytes] = []
             size = 0
-            for entry in self._entries[position:]:
+            for entry in self._index.entries[position:]:
                 record = entry.kind.to_bytes(1, "little") + self._body(entry)
                 size += len(record)
                 if records and size > limit_bytes:
@@ -169,25 +142,25 @@ class Store:
     def replay(self) -> ChainState:
         """Verify every record again, signatures included, from the beginning. Raises `InvalidCommit`, `StoreError`."""
         with self._lock:
-            return self._state_behind(len(self._entries), verify=True)
+            return self._state_behind(len(self._index.entries), verify=True)
 
     def _state_behind(self, position: int, *, verify: bool = False) -> ChainState:
         """Where the chain stood behind the first `position` records."""
         state, start = genesis(self._rules), 0
         if not verify:
-            start = max((count for count in self._states if count <= position), default=0)
+            start = max((count for count in self._index.states if count <= position), default=0)
             if start:
-                state = _with_hash(self._states[start], self._entries[start - 1].after.state_hash)
-        for entry in self._entries[start:position]:
+                state = with_hash(self._index.states[start], self._index.entries[start - 1].after.state_hash)
+        for entry in self._index.entries[start:position]:
             body = self._body(entry)
             if verify:
-                self._verified(state, entry.kind.to_bytes(1, "little") + body)
+                self._records.verified(state, entry.kind.to_bytes(1, "little") + body)
             if entry.kind is FrameKind.COMMIT:
                 commit = decode_commit(body)
-                state = self._after_commit(_vouched(state, commit.roster.message.base), commit)
+                state = self._records.after_commit(vouched(state, commit.roster.message.base), commit)
             else:
                 state = reform_state(state, self._rules, decode_body(Reformed, body))
-            state = _with_hash(state, entry.after.state_hash)
+            state = with_hash(state, entry.after.state_hash)
         return state
 
     # ------------------------------------------------------------ growing
@@ -198,10 +171,10 @@ class Store:
         Raises `StoreError` if it does not follow the chain here, `OSError` if the disk fails: then it is not here.
         """
         with self._lock:
-            if commit_hash == self._state.base.prev:
+            if commit_hash == self._index.state.base.prev:
                 return
             self._certify(commit.roster.message.base)
-            state = self._after_commit(self._state, commit)
+            state = self._records.after_commit(self._index.state, commit)
             if state.base.prev != commit_hash:
                 raise StoreError(
                     f"the commit of round {state.base.round - 1} hashes to {state.base.prev.hex()[:16]} here, not to "
@@ -213,10 +186,10 @@ class Store:
         """The birth of a lineage, verified by the caller; one that is here already changes nothing. Raises alike."""
         with self._lock:
             lineage = lineage_of(reformed)
-            if any(entry.after.lineage == lineage for entry in self._entries):
+            if any(entry.after.lineage == lineage for entry in self._index.entries):
                 return
             self._certify(reformed.reform.base)
-            state = reform_state(self._state, self._rules, reformed)
+            state = reform_state(self._index.state, self._rules, reformed)
             self._push(FrameKind.REFORM, self._write(FrameKind.REFORM, encode_body(reformed)), state)
 
     def extend(self, records: Sequence[bytes], tip_state_hash: Digest) -> None:
@@ -228,23 +201,23 @@ class Store:
         """
         with self._lock:
             for record in records:
-                kind, content = self._verified(self._state, record)
+                kind, content = self._records.verified(self._index.state, record)
                 if isinstance(content, Commit):
                     self._certify(content.roster.message.base)
-                    state = self._after_commit(self._state, content)
+                    state = self._records.after_commit(self._index.state, content)
                 else:
                     self._certify(content.reform.base)
-                    state = reform_state(self._state, self._rules, content)
+                    state = reform_state(self._index.state, self._rules, content)
                 self._push(kind, self._write(kind, record[1:]), state)
-            if self._hash_is_open():
-                self._state = _with_hash(self._state, tip_state_hash)
-            if self._left is not None and self._has(self._left.tip):
+            if self._index.hash_is_open:
+                self._index.state = with_hash(self._index.state, tip_state_hash)
+            if self._left is not None and self._index.has(self._left.tip):
                 self._forget_left()  # what was followed has come back to it
 
     def check(self, record: bytes) -> None:
         """Whether a peer's record follows this chain; nothing is kept. Raises `StrangerError` or `InvalidCommit`."""
         with self._lock:
-            self._verified(self._state, record)
+            self._records.verified(self._index.state, record)
 
     def places(self) -> tuple[Base, ...]:
         """Places of this chain, the newest first, ever further apart, the beginning last.
@@ -252,12 +225,7 @@ class Store:
         For `records_after` of a peer on another lineage: the first that it knows is close behind the branching.
         """
         with self._lock:
-            places: list[Base] = []
-            back = 1
-            while back <= len(self._entries):
-                places.append(self._entries[-back].after)
-                back = 2 * back if back > 8 else back + 1
-            return (*places, genesis(self._rules).base)
+            return self._index.places()
 
     def shared(self, place: Base, records: Sequence[bytes]) -> tuple[Base, int]:
         """How many of a peer's `records` behind `place` are this chain's too, and the place behind those.
@@ -266,28 +234,29 @@ class Store:
         is not on the chain here, `StrangerError` or `InvalidCommit`.
         """
         with self._lock:
-            position = self._position_of(place)
+            position = self._index.position_of(place)
             state = self._state_behind(position)
             for count, record in enumerate(records):
-                _, content = self._verified(state, record)
-                state = self._followed(state, content)
-                mine = self._entries[position + count].after if position + count < len(self._entries) else None
+                _, content = self._records.verified(state, record)
+                state = self._records.followed(state, content)
+                following = self._index.entries[position + count : position + count + 1]
+                mine = following[0].after if following else None
                 theirs = state.base
                 if mine is None or (mine.round, mine.prev, mine.lineage) != (theirs.round, theirs.prev, theirs.lineage):
                     return place, count
-                state, place = _with_hash(state, mine.state_hash), mine
+                state, place = with_hash(state, mine.state_hash), mine
             return place, len(records)
 
     def course(self, place: Base) -> tuple[Place, ...]:
         """Every place of this chain from `place` to its tip. Raises `StoreError` if `place` is not on it."""
         with self._lock:
-            position = self._position_of(place)
+            position = self._index.position_of(place)
             state = self._state_behind(position)
             places = [Place.of(state, self._rules)]
-            for entry in self._entries[position:]:
+            for entry in self._index.entries[position:]:
                 body = self._body(entry)
                 commit = decode_commit(body) if entry.kind is FrameKind.COMMIT else None
-                state = self._followed(state, commit or decode_body(Reformed, body))
+                state = self._records.followed(state, commit or decode_body(Reformed, body))
                 places.append(Place.of(state, self._rules, commit))
             return tuple(places)
 
@@ -296,22 +265,16 @@ class Store:
         places. Raises `StrangerError` or `InvalidCommit`."""
         places = []
         for record in records:
-            _, content = self._verified(state, record)
-            state = self._followed(state, content)
+            _, content = self._records.verified(state, record)
+            state = self._records.followed(state, content)
             places.append(Place.of(state, self._rules, content if isinstance(content, Commit) else None))
         return state, tuple(places)
 
     def state_at(self, place: Base) -> ChainState:
         """Where the chain stood at `place`. Raises `StoreError` if that is not on the chain here."""
         with self._lock:
-            position = self._position_of(place)
+            position = self._index.position_of(place)
             return self._state_behind(position)
-
-    def _followed(self, state: ChainState, content: Commit | Reformed) -> ChainState:
-        """The chain after a record, whose signers vouch for the state hash that it builds on."""
-        if isinstance(content, Commit):
-            return self._after_commit(_vouched(state, content.roster.message.base), content)
-        return reform_state(_vouched(state, content.reform.base), self._rules, content)
 
     def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
         """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).
@@ -320,9 +283,9 @@ class Store:
         verify; otherwise as `extend`. Raises `StoreError` if `place` is not on the chain here.
         """
         with self._lock:
-            position = self._position_of(place)
-            if records and position < len(self._entries):
-                self._verified(self._state_behind(position), records[0])
+            position = self._index.position_of(place)
+            if records and position < len(self._index.entries):
+                self._records.verified(self._state_behind(position), records[0])
                 self._keep_left(position)
                 self._go_back(position)
             self.extend(records, tip_state_hash)
@@ -343,7 +306,7 @@ class Store:
                 raise StoreError(f"no lineage that was left is kept in {self._directory}")
             self._left = msgspec.structs.replace(left, resuming=True)
             self.left_files.save(self._left)
-            self._go_back(self._position_of(left.place))
+            self._go_back(self._index.position_of(left.place))
             for frame in self.left_files.frames(left):
                 self._take(replace(frame, offset=self._write(frame.kind, frame.payload)))
             self.left_files.give_state_back(snapshots)
@@ -354,7 +317,7 @@ class Store:
         with self._lock:
             if self._left is None:
                 return None
-            lost = self.left_files.lost(self._left, self._rules, me, self._state.base.lineage)
+            lost = self.left_files.lost(self._left, self._rules, me, self._index.state.base.lineage)
             self._forget_left()
             return lost
 
@@ -364,19 +327,19 @@ class Store:
 
     def _keep_left(self, position: int) -> None:
         """Before the log is cut behind the first `position` records."""
-        chain_log, entry = self._opened(), self._entries[position]
+        chain_log, entry = self._opened(), self._index.entries[position]
         left = self._left
-        place = self._entries[position - 1].after if position else genesis(self._rules).base
+        place = self._index.before(position)
         if left is None:
             tail = chain_log.copy(entry.offset, chain_log.end, "left")
-            left = LeftChain(place=place, tip=self._state.base, tail=tail.name)
+            left = LeftChain(place=place, tip=self._index.state.base, tail=tail.name)
         else:
             # A second lineage is followed before the first has taken this node in: what it left first is its own.
-            parted = self._position_of(left.place)
+            parted = self._index.position_of(left.place)
             if parted <= position:
                 return
             older = self._directory / left.tail
-            tail = chain_log.copy(entry.offset, self._entries[parted].offset, "left", behind=older)
+            tail = chain_log.copy(entry.offset, self._index.entries[parted].offset, "left", behind=older)
             left = LeftChain(place=place, tip=left.tip, tail=tail.name)
         self.left_files.save(left)
         self._left = left
@@ -384,54 +347,25 @@ class Store:
     def _load_left(self) -> None:
         """What a life before this one left."""
         left = self.left_files.load()
-        if left is not None and not left.resuming and (self._has(left.tip) or not self._has(left.place)):
+        if left is not None and not left.resuming and (self._index.has(left.tip) or not self._index.has(left.place)):
             self.left_files.forget()
             return
         self._left = left
 
     def _go_back(self, position: int) -> None:
         """Only the first `position` records stay."""
-        if position < len(self._entries):
+        if position < len(self._index.entries):
             state = self._state_behind(position)
             (self._directory / "chain.checkpoint").unlink(missing_ok=True)
-            self._opened().truncate(self._entries[position].offset)
-            del self._entries[position:]
-            self._commits = [number for number in self._commits if number < position]
-            self._states = {count: known for count, known in self._states.items() if count <= position}
-            self._state, self._checkpointed = state, 0
-
-    def _has(self, place: Base) -> bool:
-        return self._position_after(place.round, place.prev, place.lineage) is not None
-
-    def _position_of(self, place: Base) -> int:
-        """As `_position_after`, of a place that is on the chain here. Raises `StoreError` if it is not."""
-        position = self._position_after(place.round, place.prev, place.lineage)
-        if position is None:
-            raise StoreError(f"round {place.round} after {place.prev.hex()[:16]} is not on the chain here")
-        return position
-
-    def _verified(self, state: ChainState, record: bytes) -> tuple[FrameKind, Commit | Reformed]:
-        """What a peer's record says, verified to follow `state`. Raises `StrangerError`, `InvalidCommit`."""
-        kind, body = record[:1], record[1:]
-        try:
-            if kind == FrameKind.COMMIT.to_bytes(1, "little"):
-                commit = decode_commit(body)
-                verify_commit(_vouched(state, commit.roster.message.base), self._rules, commit, self._keyring)
-                return FrameKind.COMMIT, commit
-            if kind == FrameKind.REFORM.to_bytes(1, "little"):
-                reformed = decode_body(Reformed, body)
-                verify_reform(_vouched(state, reformed.reform.base), self._rules, reformed, self._keyring)
-                return FrameKind.REFORM, reformed
-        except WireError as error:
-            raise StrangerError(f"a record of the chain does not decode: {error}") from error
-        raise StrangerError(f"a record of the chain has kind {kind!r}, which is neither commit nor reform")
+            self._opened().truncate(self._index.entries[position].offset)
+            self._index.go_back(position, state)
+            self._checkpointed = 0
 
     def mark_applied(self, round_number: int, state_hash: Digest) -> None:
         """The newest commit is applied: round `round_number` starts from `state_hash`. Raises `StoreError`."""
-        if round_number != self._state.base.round:
-            raise StoreError(
-                f"round {round_number} was applied, but the chain here is at {self._state.base.round}; catch up first"
-            )
+        here = self.state.base.round
+        if round_number != here:
+            raise StoreError(f"round {round_number} was applied, but the chain here is at {here}; catch up first")
         self.verify_state(round_number, state_hash)
 
     def verify_state(self, round_number: int, state_hash: Digest) -> None:
@@ -441,8 +375,8 @@ class Store:
         """
         with self._lock:
             known = self.state_hash_at(round_number)
-            if known is None and round_number == self._state.base.round:
-                self._learn(state_hash)
+            if known is None and round_number == self._index.state.base.round:
+                self._index.learn(state_hash)
                 self._note_applied(state_hash)
             elif known is None:
                 raise StoreError(f"the chain here has no round {round_number}; catch up first")
@@ -458,11 +392,11 @@ class Store:
         Nothing changes unless `base` is where the chain here stands.
         """
         with self._lock:
-            here = self._state.base
-            if (here.round, here.prev, here.lineage) != (base.round, base.prev, base.lineage) or not self._entries:
-                return
-            self._learn(agreed)
-            self._note_applied(agreed)
+            here = self._index.state.base
+            same_place = (here.round, here.prev, here.lineage) == (base.round, base.prev, base.lineage)
+            if same_place and self._index.entries:
+                self._index.learn(agreed)
+                self._note_applied(agreed)
 
     def _note_applied(self, state_hash: Digest) -> None:
         """On a full disk it is known until this process ends; afterwards the commit that follows tells it again."""
@@ -473,19 +407,23 @@ class Store:
 
     # ------------------------------------------------------------ records that went bad on disk
 
-    def damaged(self) -> list[int]:
-        """Places of the records, counted from the first, whose bytes on disk are not those that were written."""
+    def damaged(self, check: Callable[[], None] = lambda: None) -> list[int]:
+        """Places of the records, counted from the first, whose bytes on disk are not those that were written.
+
+        Reads the whole log; `check` is called before every record and may raise.
+        """
         found = []
-        for place in range(len(self._entries)):
+        for place in range(len(self._index.entries)):
+            check()
             with self._lock:
-                if place < len(self._entries) and self._frame(self._entries[place]) is None:
+                if place < len(self._index.entries) and self._frame(self._index.entries[place]) is None:
                     found.append(place)
         return found
 
     def before(self, place: int) -> Base:
         """Where the chain stood before the record at `place`: what to ask a peer for."""
         with self._lock:
-            return self._entries[place - 1].after if place else genesis(self._rules).base
+            return self._index.before(place)
 
     def mend(self, place: int, record: bytes) -> None:
         """Put a peer's `record` in the place of one that went bad. Nothing changes if it is good, or is not there.
@@ -494,11 +432,11 @@ class Store:
         the disk fails.
         """
         with self._lock:
-            if place >= len(self._entries) or self._frame(self._entries[place]) is not None:
+            if place >= len(self._index.entries) or self._frame(self._index.entries[place]) is not None:
                 return
-            entry, state = self._entries[place], self._state_behind(place)
-            kind, content = self._verified(state, record)
-            after = self._followed(state, content).base
+            entry, state = self._index.entries[place], self._state_behind(place)
+            kind, content = self._records.verified(state, record)
+            after = self._records.followed(state, content).base
             if kind is not entry.kind or (after.round, after.prev, after.lineage) != (
                 entry.after.round,
                 entry.after.prev,
@@ -506,10 +444,10 @@ class Store:
             ):
                 raise StrangerError(f"a peer's record of round {entry.round} is not the one that went bad here")
             chain_log, behind = self._opened(), place + 1
-            stop = self._entries[behind].offset if behind < len(self._entries) else chain_log.end
+            stop = self._index.entries[behind].offset if behind < len(self._index.entries) else chain_log.end
             (self._directory / "chain.checkpoint").unlink(missing_ok=True)  # its offsets are about to be wrong
             moved = chain_log.replace(entry.offset, stop, kind, record[1:])
-            self._entries[behind:] = [replace(later, offset=later.offset + moved) for later in self._entries[behind:]]
+            self._index.move(behind, moved)
             self._save(chain_log)
 
     def _frame(self, entry: Entry) -> Frame | None:
@@ -542,75 +480,35 @@ class Store:
             case FrameKind.COMMIT:
                 commit = decode_commit(frame.payload)
                 self._certify(commit.roster.message.base)
-                self._push(frame.kind, frame.offset, self._after_commit(self._state, commit))
+                self._push(frame.kind, frame.offset, self._records.after_commit(self._index.state, commit))
             case FrameKind.REFORM:
                 reformed = decode_body(Reformed, frame.payload)
                 self._certify(reformed.reform.base)
-                self._push(frame.kind, frame.offset, reform_state(self._state, self._rules, reformed))
+                self._push(frame.kind, frame.offset, reform_state(self._index.state, self._rules, reformed))
             case FrameKind.APPLIED:
                 if len(frame.payload) != DIGEST_BYTES:
                     raise StoreError(f"a state hash of {len(frame.payload)} bytes lies in the chain log")
-                self._learn(frame.payload)
+                self._index.learn(frame.payload)
 
     def _push(self, kind: FrameKind, offset: int, state: ChainState) -> None:
-        if kind is FrameKind.COMMIT:
-            self._commits.append(len(self._entries))
-        self._entries.append(Entry(kind=kind, offset=offset, after=state.base))
-        self._state = self._states[len(self._entries)] = state
-        outdated = len(self._entries) - STATES_KEPT
-        if outdated % MARK_EVERY_RECORDS:
-            self._states.pop(outdated, None)
-        if self._log is not None and len(self._entries) - self._checkpointed >= CHECKPOINT_EVERY_RECORDS:
+        self._index.push(kind, offset, state)
+        if self._log is not None and len(self._index.entries) - self._checkpointed >= CHECKPOINT_EVERY_RECORDS:
             self._save(self._log)
-
-    def _after_commit(self, state: ChainState, commit: Commit) -> ChainState:
-        """The state hash stays open unless the commit has no parts."""
-        unchanged = commit.roster.message.plan is None
-        return next_state(state, self._rules, commit, state.base.state_hash if unchanged else ZERO_DIGEST)
-
-    def _hash_is_open(self) -> bool:
-        """Whether nobody has yet told for certain which outer state the newest commit gave."""
-        return bool(self._entries) and self._entries[-1].after.state_hash == ZERO_DIGEST
 
     def _certify(self, base: Base) -> None:
         """A verified record builds on `base`: that makes its state hash certain. Raises `StoreError`."""
-        if _vouched(self._state, base).base != base:
-            raise _misplaced(base, self._state.base)
-        if self._hash_is_open():
-            self._learn(base.state_hash)
-        elif base.state_hash != self._state.base.state_hash:
+        if vouched(self._index.state, base).base != base:
+            raise misplaced(base, self._index.state.base)
+        if self._index.hash_is_open:
+            self._index.learn(base.state_hash)
+        elif base.state_hash != self._index.state.base.state_hash:
             log.error(
                 "the state computed here is not the one that the run agreed on",
                 round=base.round,
-                here=self._state.base.state_hash.hex(),
+                here=self._index.state.base.state_hash.hex(),
                 agreed=base.state_hash.hex(),
             )
-            self._learn(base.state_hash)
-
-    def _learn(self, state_hash: Digest) -> None:
-        """The outer state of the newest round is certain from now on."""
-        self._state = replace(self._state, base=replace(self._state.base, state_hash=state_hash))
-        for place in range(len(self._entries) - 1, -1, -1):
-            entry = self._entries[place]
-            if entry.after.round != self._state.base.round:
-                break
-            self._entries[place] = replace(entry, after=replace(entry.after, state_hash=state_hash))
-
-    def _position_after(self, round_number: int, prev: Digest, lineage: Digest) -> int | None:
-        """Place in `_entries` of the first record behind the given place of the chain."""
-        first = genesis(self._rules).base
-        if (round_number, prev, lineage) == (0, first.prev, first.lineage):
-            return 0
-        if not 0 <= round_number <= len(self._commits):
-            return None
-        start = self._commits[round_number - 1] if round_number else 0
-        for place in range(start, len(self._entries)):
-            after = self._entries[place].after
-            if after.round != round_number:
-                return None
-            if (after.prev, after.lineage) == (prev, lineage):
-                return place + 1
-        return None
+            self._index.learn(base.state_hash)
 
     def _body(self, entry: Entry) -> bytes:
         frame = self._frame(entry)
@@ -626,35 +524,13 @@ class Store:
         found = load_checkpoint(self._directory / "chain.checkpoint", chain_log, self._rules.run)
         if found is None:
             return HEADER_BYTES
-        self._entries = list(found.entries)
-        self._commits = [place for place, entry in enumerate(found.entries) if entry.kind is FrameKind.COMMIT]
-        self._state = found.state
+        self._index.take(found)
         self._checkpointed = len(found.entries)
-        self._states = dict(found.marks)
         return found.log_end
 
     def _save(self, chain_log: ChainLog) -> None:
         # A peer's claim of the newest state hash is not kept.
-        state = _with_hash(self._state, ZERO_DIGEST) if self._hash_is_open() else self._state
-        marks = {count: known for count, known in self._states.items() if count % MARK_EVERY_RECORDS == 0}
-        save_checkpoint(self._directory / "chain.checkpoint", chain_log, self._entries, state, marks)
-        self._checkpointed = len(self._entries)
-
-
-def _with_hash(state: ChainState, state_hash: Digest) -> ChainState:
-    return replace(state, base=replace(state.base, state_hash=state_hash))
-
-
-def _vouched(state: ChainState, base: Base) -> ChainState:
-    """`state` with the state hash that a record names: its signers vouch for it, and mine may be open or corrupt.
-
-    Before the first commit the manifest says it, and nobody else.
-    """
-    return state if state.base.prev == ZERO_DIGEST else _with_hash(state, base.state_hash)
-
-
-def _misplaced(base: Base, here: Base) -> StoreError:
-    return StoreError(
-        f"a record of round {base.round} after {base.prev.hex()[:16]} does not follow the chain here, which is at "
-        f"round {here.round} after {here.prev.hex()[:16]}; catch up first"
-    )
+        state = with_hash(self._index.state, ZERO_DIGEST) if self._index.hash_is_open else self._index.state
+        path = self._directory / "chain.checkpoint"
+        save_checkpoint(path, chain_log, self._index.entries, state, self._index.marks)
+        self._checkpointed = len(self._index.entries)

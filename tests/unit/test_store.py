@@ -24,7 +24,7 @@ from chain_samples import (
     step,
 )
 
-from node.daemon import chain_log, store
+from node.daemon import chain_index, chain_log, chain_records, store
 from node.daemon.chain_log import FrameKind, StoreError
 from node.daemon.store import CHECKPOINT_EVERY_RECORDS, JournalState, StateMismatch, Store, load_manifest, save_manifest
 from node.engine import disk
@@ -476,13 +476,13 @@ def test_a_checkpoint_shortens_the_opening(opener: Opener, tmp_path: Path, monke
     crash(made)
     assert (tmp_path / "run" / "chain.checkpoint").exists()
     replayed: list[Commit] = []
-    original = store.next_state
+    original = chain_records.next_state
 
     def counting(state: ChainState, rules: object, commit: Commit, state_hash: bytes) -> ChainState:
         replayed.append(commit)
         return original(state, rules, commit, state_hash)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store, "next_state", counting)
+    monkeypatch.setattr(chain_records, "next_state", counting)
     again = opener()
     assert again.state == tip
     assert len(replayed) == 3
@@ -491,7 +491,7 @@ def test_a_checkpoint_shortens_the_opening(opener: Opener, tmp_path: Path, monke
 
 
 def test_going_back_after_a_restart_decodes_few_records(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MARK_EVERY_RECORDS", 8)
+    monkeypatch.setattr(chain_index, "MARK_EVERY_RECORDS", 8)
     made = opener()
     states = grow(made, 40)
     made.close()
@@ -591,7 +591,7 @@ def test_a_record_that_went_bad_is_mended_by_a_peers(opener: Opener, tmp_path: P
     grow(mine, 6)
     tip = mine.state
     path = tmp_path / "run" / "chain.log"
-    offset = mine._entries[place].offset
+    offset = mine._index.entries[place].offset
     mine.close()
     data = bytearray(path.read_bytes())
     data[offset + 60] ^= 1
