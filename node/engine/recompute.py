@@ -8,7 +8,7 @@ one's own, so that others can check it even if the culprit, a leaf of its own pa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import trio
@@ -85,7 +85,7 @@ class Recomputer:
 
     async def run(self, request: api.Recompute) -> api.Recomputed:
         """The verdict; `ValueError` for a request that does not fit the vector."""
-        work = _Work(self, request)
+        work = _Work(request, geometry=self._geometry, threads=self._threads, leaf=self._leaf)
         verdict, why = "unknown", f"the bytes were not there within {request.timeout_s:g} s"
         with trio.move_on_after(request.timeout_s):
             try:
@@ -97,7 +97,7 @@ class Recomputer:
             work.keep(self._kept)
         return api.Recomputed(id=request.id, verdict=verdict, why=why, bytes_received=work.bytes_received)
 
-    async def leaf(self, request: api.Recompute, index: int) -> tuple[bytes, int]:
+    async def _leaf(self, request: api.Recompute, index: int) -> tuple[bytes, int]:
         """Payload and proof of one contribution, and how many bytes came for it. Raises `Unavailable`."""
         parts_root, part, peer = request.parts_roots[index], request.part, request.peers[index]
         if request.yields and self._exchanging():
@@ -133,12 +133,20 @@ class Recomputer:
 class _Work:
     """One part: its tree walked in the order of sums (section 4.6)."""
 
-    def __init__(self, recomputer: Recomputer, request: api.Recompute) -> None:
-        self._recomputer = recomputer
+    def __init__(
+        self,
+        request: api.Recompute,
+        *,
+        geometry: Geometry,
+        threads: Threads,
+        leaf: Callable[[api.Recompute, int], Awaitable[tuple[bytes, int]]],
+    ) -> None:
+        """`leaf`: one contribution with its proof, and how many bytes came for it."""
         self._request = request
-        self._geometry = recomputer._geometry
-        self._threads = recomputer._threads
-        self._station = Station(view_of(request, recomputer._geometry))
+        self._geometry = geometry
+        self._threads = threads
+        self._fetch = leaf
+        self._station = Station(view_of(request, geometry))
         self._weights = self._station.weights(request.part)
         self._leaves: dict[int, bytes] = {}
         self._kept_bytes = 0
@@ -173,7 +181,7 @@ class _Work:
         return result
 
     async def _leaf(self, index: int) -> bytes:
-        data, received = await self._recomputer.leaf(self._request, index)
+        data, received = await self._fetch(self._request, index)
         self.bytes_received += received
         self._kept_bytes += len(data)
         if self._kept_bytes <= KEPT_BYTES:
