@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from protocol import chain
 from protocol.fields import MAX_EDGES, MAX_LEFT_OUT
 from protocol.judging import Judge
@@ -12,10 +14,16 @@ from protocol.standing import Derived, Stopwatch
 from protocol.votes import ATTEMPTS_KEPT, PHASES, Lock
 
 
+def _nobody_asks(silent: Collection[PeerId], voted: Collection[PeerId]) -> None:
+    """For a round without a machine around it."""
+
+
 class Ballots:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.judge = Judge(record)
+        self.on_silence: Callable[[Collection[PeerId], Collection[PeerId]], None] = _nobody_asks
+        """Told, of each attempt of maximal length in which I voted for something, who did not and who did."""
         self.watch = Stopwatch()
         self._ahead: Derived[dict[PeerId, int]] = Derived()
         """Electors that show themselves in later attempts."""
@@ -30,6 +38,7 @@ class Ballots:
 
     def _enter(self, attempt: int) -> bool:
         record = self.record
+        self._note_silence()
         for candidate in record.candidates.values():
             candidate.stop(record.outbox)
         record.attempt = attempt
@@ -37,6 +46,16 @@ class Ballots:
         self._adopt_valid()
         record.quiet()
         return True
+
+    def _note_silence(self) -> None:
+        """Who voted for what I voted for in the attempt that ends, if it had all the time there is (section 10)."""
+        record = self.record
+        mine = record.agreement.of(record.me, record.attempt, 1)
+        if self._length_s() < record.rules.attempt_timeout_max_s or mine is None or not mine.message.value:
+            return
+        votes = {peer: record.agreement.of(peer, record.attempt, 1) for peer in record.state.electors}
+        voted = {peer for peer, vote in votes.items() if vote is not None and vote.message.value}
+        self.on_silence(votes.keys() - voted, voted)
 
     def enter_later(self) -> bool:
         """Follow electors that have gone on. Their votes show it, and before those their ROSTERs and HEARTBEATs:

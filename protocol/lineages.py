@@ -243,13 +243,14 @@ class Lineages:
             on = {_child(path, depth, place.lineage, place.round) for path in paths.get(elector, ())} - {None}
             if len(on) == 1 and (child := on.pop()) in live and paths[elector][0] in [t.path for t in children[child]]:
                 live[child] += 1
-        return sorted(
-            (
-                (-live[child], -max(self._tokens(tip.path, depth, place) for tip in tips), child),
-                child,
-            )
-            for child, tips in children.items()
-        )
+        most = max(live.values())
+        tied = sum(count == most for count in live.values()) > 1
+        ranked = []
+        for child, tips in children.items():
+            counts = tied and live[child] == most
+            tokens = max(self._tokens(tip.path, depth, place) for tip in tips) if counts else 0
+            ranked.append(((-live[child], -tokens, child), child))
+        return sorted(ranked)
 
     def _tokens(self, path: Path, depth: int, place: Place) -> int:
         """Tokens that the commits on `path` behind `place` counted for its members."""

@@ -358,7 +358,11 @@ class PeerMachine:
         self.standing.voting = state.base.lineage not in self._barred
         self.standing.presence.forget_leaves(state)
         self.round = Round(standing=self.standing, state=state, journal=promised, fence=fence)
-        self.reforming = Reforming(standing=self.standing, state=state, signed=promised.reform)
+        self.reforming = Reforming(
+            standing=self.standing, state=state, signed=promised.reform, joins=self.round.assembly.joins
+        )
+        self.reforming.wants_in = self.wants_membership
+        self.round.ballots.on_silence = self.reforming.left_attempt
         self._foreign_states = {}
         self.announcer.at_once()
         self.follower.progressed()

@@ -7,16 +7,21 @@ anew, and follows only the REFORM with the highest `k` that it signed.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 
 from protocol import chain, commits, wire
 from protocol.chain import ChainState
 from protocol.journal import SignedReform
 from protocol.messages import Reform, Reformed, ReformVote, Signed
 from protocol.names import PeerId, digest, encode_integer, initial_lineage
+from protocol.rules import Quorum
 from protocol.standing import Derived, Standing
 
 CALLS_AHEAD = 8
 """A call for a `k` further ahead than this is not followed: nobody can run my counter up at will."""
+NO_JOINS: Mapping[PeerId, object] = {}
+MUTE_ATTEMPTS = 4
+"""An elector that votes for nothing in so many attempts of maximal length counts as not heard."""
 BODIES_KEPT = 256
 """REFORMs, and bodies with signatures, remembered; one a sender and `k`."""
 
@@ -26,9 +31,17 @@ class Reforming:
 
     Args:
         signed: what I have signed at this base in an earlier life.
+        joins: who asks to join at this base, as it changes: they hold its state, and in closed runs may be in E′.
     """
 
-    def __init__(self, *, standing: Standing, state: ChainState, signed: SignedReform | None) -> None:
+    def __init__(
+        self,
+        *,
+        standing: Standing,
+        state: ChainState,
+        signed: SignedReform | None,
+        joins: Mapping[PeerId, object] = NO_JOINS,
+    ) -> None:
         self.standing = standing
         self.rules = standing.rules
         self.outbox = standing.outbox
@@ -36,10 +49,15 @@ class Reforming:
         self.state = state
         self.quorum = chain.quorum(state, self.rules)
         self.member = chain.member(state, self.me) is not None
+        self._joins = joins
+        self.mute: dict[PeerId, int] = {}
+        """Elector → attempts of maximal length in which it voted for nothing that I voted for."""
         self.lost_since_s: float | None = None
         """Since when fewer than a quorum of electors are heard, on my lineage and able."""
         self.active = False
         self.k = 0
+        self.wants_in = False
+        """Without being a member I ask to join here."""
         self.started_s = 0.0
         self.call_s = -math.inf
         self.willing: dict[int, set[PeerId]] = {}
@@ -61,7 +79,7 @@ class Reforming:
 
     def on_vote(self, signed: Signed[ReformVote]) -> None:
         vote = signed.message
-        if chain.member(self.state, signed.sender) is None or vote.k > self.k + CALLS_AHEAD:
+        if not self._may_sign(signed.sender) or vote.k > self.k + CALLS_AHEAD:
             return
         if vote.sign:
             self._note_signature(signed)
@@ -78,7 +96,7 @@ class Reforming:
 
     def on_reform(self, signed: Signed[Reform]) -> None:
         reform = signed.message
-        members_known = all(chain.member(self.state, peer) is not None for peer in reform.members)
+        members_known = all(self._may_sign(peer) for peer in reform.members)
         if not members_known or signed.sender not in reform.members or reform.k > self.k + CALLS_AHEAD:
             return
         if len(reform.members) < max(1, self.rules.min_peers) or tuple(sorted(set(reform.members))) != reform.members:
@@ -86,6 +104,25 @@ class Reforming:
         known = any((body.sender, body.message.k) == (signed.sender, reform.k) for body in self.bodies.values())
         if not known and len(self.bodies) < BODIES_KEPT:
             self.bodies.setdefault(signed.body, signed)
+
+    def left_attempt(self, silent: Collection[PeerId], voted: Collection[PeerId]) -> None:
+        """An attempt of maximal length is over, in which I voted for a proposal: who else did, and who did not."""
+        for peer in silent:
+            self.mute[peer] = self.mute.get(peer, 0) + 1
+        for peer in voted:
+            self.mute.pop(peer, None)
+        self._heard = Derived()
+
+    def _may_sign(self, peer: PeerId) -> bool:
+        if chain.member(self.state, peer) is not None:
+            return True
+        # In an open run keys cost nothing (`protocol.commits.verify_reform`).
+        closed = self.rules.quorum is not Quorum.TWO_THIRDS
+        allowed = self.rules.allowed_peers is None or peer in self.rules.allowed_peers
+        return closed and allowed and (peer == self.me or peer in self._joins)
+
+    def _is_mute(self, peer: PeerId) -> bool:
+        return self.mute.get(peer, 0) >= MUTE_ATTEMPTS
 
     # ------------------------------------------------------------ what follows
 
@@ -98,6 +135,7 @@ class Reforming:
             found = standing.presence.able_on(lineage, self.state.electors, self.outbox.now_s)
             if self.me in self.state.electors and standing.voting and standing.able:
                 found.add(self.me)
+            found = {peer for peer in found if not self._is_mute(peer)}
             self._heard.put(found)
         return found
 
@@ -106,7 +144,8 @@ class Reforming:
         heard = self.heard()
         if len(heard) >= self.quorum:
             self.standing.quorum_was_heard = True
-        if len(heard) >= self.quorum or not self.member or self.standing.leaving or self.standing.left is not None:
+        takes_part = self.member or (self.wants_in and self._may_sign(self.me) and self._members_heard())
+        if len(heard) >= self.quorum or not takes_part or self.standing.leaving or self.standing.left is not None:
             self.lost_since_s, self.active = None, False
             return self._born()
         if self.lost_since_s is None:
@@ -171,18 +210,24 @@ class Reforming:
         self.willing.setdefault(k, set()).add(self.me)
 
     def _candidates(self) -> set[PeerId]:
-        """Members that are heard on this lineage, me included; those who gave up voting in it may sign too."""
-        fresh = self.standing.fresh
+        """Who may sign and is heard on this base, me included; those who gave up voting in this lineage may sign too."""
+        fresh, leaves = self.standing.fresh, self.standing.presence.leaves
+        joining = [peer for peer in self._joins if self._may_sign(peer)]
         return {self.me} | {
             peer
-            for peer, _ in self.state.members
-            if peer in fresh and fresh[peer].base == self.state.base and peer not in self.standing.presence.leaves
+            for peer in (*(peer for peer, _ in self.state.members), *joining)
+            if peer in fresh and fresh[peer].base == self.state.base and peer not in leaves and not self._is_mute(peer)
         }
+
+    def _members_heard(self) -> bool:
+        """Whether a member other than me is there: a lineage without one of those before it is none."""
+        return any(chain.member(self.state, peer) is not None for peer in self._candidates() - {self.me})
 
     def collector(self) -> PeerId:
         """The first heard elector by `H(prev, k, peer)`; without one the first heard member."""
         candidates = self._candidates()
-        among = candidates.intersection(self.state.electors) or candidates
+        members = {peer for peer in candidates if chain.member(self.state, peer) is not None}
+        among = candidates.intersection(self.state.electors) or members or candidates
         prev, number = self.state.base.prev, encode_integer(self.k)
         return min(among, key=lambda peer: digest(b"atoll/collector", prev, number, peer.encode()))
 
@@ -191,7 +236,7 @@ class Reforming:
             body.sender == self.me and body.message.k == self.k for body in self.bodies.values()
         ):
             return
-        willing = self.willing.get(self.k, set()) | {self.me}
+        willing = {peer for peer in self.willing.get(self.k, set()) if not self._is_mute(peer)} | {self.me}
         waiting = not self._candidates() <= willing
         if waiting and not self.outbox.due(self.started_s + self.rules.reform_collect_s):
             return

@@ -592,7 +592,10 @@ class Node:
             state, course = (source.state, list(source.course)) if takes_s <= 1.0 else snapshot
             if state.base.lineage == self.state.base.lineage and len(course) <= len(self.course):
                 return
-            if shared(self.course, course) < len(self.course):
+            common = shared(self.course, course)
+            if common == len(course):
+                return  # it is only behind
+            if common < len(self.course):
                 if state.base.lineage != effect.lineage:
                     return
                 self.world.note(self.peer, f"leaves {self.state.base.lineage.hex()[:6]}, round {self.state.base.round}")
@@ -600,6 +603,8 @@ class Node:
                     self.kept = Left(self.state, self.course)
             self.world.note(self.peer, f"catches up with {source.peer}, round {state.base.round}")
             self.state, self.course = state, course
+            if self.kept is not None and shared(self.course, self.kept.course) == len(self.kept.course):
+                self.kept = None  # what was followed has come back to it
             self._reboot()
 
         self.later(takes_s, arrive)

@@ -94,6 +94,12 @@ PROFILES: dict[str, Profile] = {
         within_s=400.0,
         says="splits, also in one direction only, and heals",
     ),
+    "lineages": Profile(
+        weather=Weather(partitions=0.04, partition_s=(35.0, 90.0), one_way=0.1, crashes=0.003, down_s=(0.5, 40.0)),
+        weather_s=110.0,
+        within_s=600.0,
+        says="splits long enough for lineages of their own, deaths in between, and all meet again",
+    ),
     "halves": Profile(
         weather=Weather(partitions=0.1, split=(1, 1), partition_s=(5.0, 60.0), crashes=0.005),
         weather_s=60.0,
@@ -295,3 +301,6 @@ def play(world: World, profile_name: str, *, rounds: int = 3) -> None:
     world.run(profile.weather_s)
     world.clear()
     world.expect_progress(rounds, profile.within_s)
+    for node in world.up():
+        if node.kept is None:
+            world.oracle.check_counted(node.peer, node.account, node.counted_at, node.course)
