@@ -210,7 +210,7 @@ class Reforming:
         self.willing.setdefault(k, set()).add(self.me)
 
     def _candidates(self) -> set[PeerId]:
-        """Who may sign and is heard on this base, me included; those who gave up voting in this lineage may sign too."""
+        """Who may sign and is heard on this base, me included; also those who gave up voting in this lineage."""
         fresh, leaves = self.standing.fresh, self.standing.presence.leaves
         joining = [peer for peer in self._joins if self._may_sign(peer)]
         return {self.me} | {

@@ -19,12 +19,16 @@ from protocol.rules import Quorum
 MILD = Weather(delay_s=(0.005, 0.05))
 
 
-def swarm(founders: int, *, seed: int = 1, min_peers: int = 1, quorum: Quorum = Quorum.MAJORITY) -> World:
-    names = peer_names(founders)
-    world = World(seed=seed, rules=make_rules(names, min_peers=min_peers, quorum=quorum), weather=MILD, trace=True)
-    for node in world.nodes.values():
+def swarm(
+    founders: int, *, joiners: int = 0, seed: int = 1, min_peers: int = 1, quorum: Quorum = Quorum.MAJORITY
+) -> World:
+    names = peer_names(founders + joiners)
+    rules = make_rules(names[:founders], min_peers=min_peers, quorum=quorum)
+    world = World(seed=seed, rules=rules, weather=MILD, joiners=names[founders:], trace=True)
+    nodes = [world.nodes[name] for name in names[:founders]]
+    for node in nodes:
         node.start()
-    world.run(60.0, stop=lambda: all(node.state.base.round >= 2 for node in world.nodes.values()))
+    world.run(60.0, stop=lambda: all(node.state.base.round >= 2 for node in nodes))
     assert world.furthest() >= 2
     return world
 
@@ -428,4 +432,47 @@ def test_all_sides_below_min_peers_wait_for_each_other() -> None:
     run_until(world, 30.0, settled(world))
     assert len(world.oracle.births) == 1
     assert chain.quorum(world.nodes["PeerA"].state, world.rules) == 3
+    check_accounts(world)
+
+
+# ---------------------------------------------------------------- who counts as heard, and who may be in E′
+
+
+def test_electors_that_are_heard_but_never_vote_for_anything_are_reformed_away() -> None:
+    """Two of four refuse every proposal: after four attempts of maximal length they count as not heard."""
+    world = swarm(4)
+    world.switches.accuse = False
+    refusing = [world.nodes[name] for name in ("PeerC", "PeerD")]
+    for node in refusing:
+        assert node.machine is not None
+        node.machine.standing.docket.refuted = lambda roster: "nothing is good enough"  # type: ignore[method-assign]
+    able = [world.nodes[name] for name in ("PeerA", "PeerB")]
+    before = rounds(able)
+    born = len(world.oracle.births)
+    took_s = run_until(world, 2000.0, lambda: rounds(able) >= before + 2)
+    assert took_s > 4 * world.rules.attempt_timeout_max_s / 2
+    assert len(world.oracle.births) == born + 1
+    assert {peer for peer, _ in able[0].state.members} >= {"PeerA", "PeerB"}
+
+
+@pytest.mark.parametrize("quorum", [Quorum.MAJORITY, Quorum.TWO_THIRDS])
+def test_a_caught_up_joiner_may_be_in_the_new_lineage_of_a_closed_run(quorum: Quorum) -> None:
+    """One of three is left, and `min_peers` is two: with a joiner that holds the state a closed run goes on."""
+    world = swarm(3, joiners=1, min_peers=2, quorum=quorum)
+    left, joiner = world.nodes["PeerA"], world.nodes["PeerD"]
+    for name in ("PeerB", "PeerC"):
+        world.nodes[name].kill()
+    joiner.start()
+    before = left.state.base.round
+    if quorum is Quorum.TWO_THIRDS:
+        world.run(world.now_s + 200.0)
+        assert left.state.base.round <= before + 1
+        assert left.machine is not None
+        assert "min_peers" in left.machine.reason
+        return
+    run_until(world, 120.0, lambda: rounds([left, joiner]) >= before + 3)
+    assert {peer for peer, _ in left.state.members} == {"PeerA", "PeerD"}
+    for name in ("PeerB", "PeerC"):
+        world.nodes[name].start()
+    run_until(world, 200.0, settled(world))
     check_accounts(world)
