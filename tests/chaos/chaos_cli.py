@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -98,6 +99,8 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="for the homes (a temporary directory)")
     given = parser.parse_args()
     console = Console()
+    # Ended from outside, it still takes down what it put up: nodes, namespaces, mounts.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if given.record and not given.rows:
         record([], known)
         return 0
