@@ -217,7 +217,7 @@ def judge(
     for seen in watch.rounds.values():
         for why in seen.excluded.values():
             reasons[why] += 1
-    happened = [one.happening for one in conductor.struck]
+    happened = [one.happening for one in conductor.struck if not one.for_good]
     lineages = {lineage for lineage, _ in watch.rounds}
     return Report(
         seed=seed,
