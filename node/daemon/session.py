@@ -14,7 +14,7 @@ import trio
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp, HeldState, WinnerGone
-from node.daemon.driver import Corrupt, Driver, Over, Refused
+from node.daemon.driver import CHAIN, DISK_RETRY_S, Corrupt, Driver, Over, Refused
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
 from node.daemon.identity import Identity, create_data_certificate
@@ -106,14 +106,26 @@ class RunSession:
 
     async def run(self) -> None:
         """Returns when the run is over for this node. Raises `OperatorError`, `Fallen`."""
-        try:
-            self.store.open()
-        except StoreError as error:
-            raise OperatorError(str(error)) from error
+        await self._open_store()
         try:
             await self._live()
         finally:
             self.store.close()
+
+    async def _open_store(self) -> None:
+        """When there is room to: a damaged end of the chain log is set aside before anything goes on."""
+        while True:
+            try:
+                await trio.to_thread.run_sync(self.store.open)
+            except StoreError as error:
+                raise OperatorError(str(error)) from error
+            except OSError as error:
+                self._storage.refused(CHAIN, error.strerror or str(error))
+                self._observations.setting_up("starting", "the chain of this run cannot be opened yet")
+                await trio.sleep(DISK_RETRY_S)
+            else:
+                self._storage.works(CHAIN)
+                return
 
     async def _live(self) -> None:
         self._answers.serve(self._network)

@@ -66,19 +66,27 @@ class Store:
                 return
             self._directory.mkdir(parents=True, exist_ok=True)
             chain_log = ChainLog(self._directory / "chain.log", self._rules.run)
-            end = self._load(chain_log)
-            for frame in chain_log.frames(end):
-                try:
-                    self._take(frame)
-                except (WireError, ValueError, StoreError) as error:
-                    log.error("a record of the chain cannot be used", offset=frame.offset, why=str(error))
-                    break
-                end = frame.end
-            chain_log.cut(end)
-            if chain_log.set_aside is not None:
-                log.error("the end of the chain log was damaged: set aside", file=str(chain_log.set_aside))
+            try:
+                self._read(chain_log)
+            except BaseException:
+                chain_log.close()
+                self._index = ChainIndex(self._rules)  # the next try begins anew
+                raise
             self._log = chain_log
             self._load_left()
+
+    def _read(self, chain_log: ChainLog) -> None:
+        end = self._load(chain_log)
+        for frame in chain_log.frames(end):
+            try:
+                self._take(frame)
+            except (WireError, ValueError, StoreError) as error:
+                log.error("a record of the chain cannot be used", offset=frame.offset, why=str(error))
+                break
+            end = frame.end
+        chain_log.cut(end)
+        if chain_log.set_aside is not None:
+            log.error("the end of the chain log was damaged: set aside", file=str(chain_log.set_aside))
 
     def close(self) -> None:
         """Writes a checkpoint, so that the next opening is quick. Idempotent."""

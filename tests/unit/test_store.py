@@ -577,6 +577,31 @@ def test_a_spoilt_header_before_good_records_is_mended(opener: Opener, tmp_path:
     assert path.read_bytes() == good
 
 
+def test_a_damaged_end_waits_for_room_to_be_set_aside(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = opener()
+    states = grow(made, 3)
+    crash(made)
+    (tmp_path / "run" / "chain.checkpoint").unlink(missing_ok=True)
+    path = tmp_path / "run" / "chain.log"
+    path.write_bytes(path.read_bytes()[:-10])
+    full = Store(tmp_path / "run", RULES, KEYRING)
+    with monkeypatch.context() as patch:
+
+        def no_room(chain: chain_log.ChainLog, offset: int, name: str = "torn") -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(chain_log.ChainLog, "cut", no_room)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                full.open()
+    full.open()
+    assert full.state.base.prev == states[-1].base.prev
+    assert len(list(full.records())) == 3, "each record once, however often it was tried"
+    full.close()
+
+
 def records_of(of: Store, place: int) -> list[bytes]:
     base = of.before(place)
     page = of.records_after(round_number=base.round, prev=base.prev, lineage=base.lineage, limit_bytes=1)
