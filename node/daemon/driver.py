@@ -152,6 +152,9 @@ class Driver:
     async def run(self) -> Behind | Corrupt | Refused | Over:
         """Raises `Fallen` on an alarm of the protocol."""
         self._observations.began_round(self.machine.state.base.round)
+        # What an earlier machine could not write died with it.
+        self._storage.forget(JOURNAL)
+        self._storage.forget(CHAIN)
         if not self._storage.able:
             self.post(events.StorageAble(able=False))
         await self._training.resume(self.machine.state, frozen_stays=self._store.left is not None)

@@ -49,6 +49,11 @@ class Storage:
             log.warning("the disk takes it again", what=what)
             self._tell()
 
+    def forget(self, what: str) -> None:
+        """Nothing waits for `what` any more: whether the disk takes it is seen when it is written next."""
+        if self._refused.pop(what, None) is not None:
+            self._tell()
+
     def _tell(self) -> None:
         self._observations.storage = None
         if self._refused:

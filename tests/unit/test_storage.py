@@ -75,6 +75,11 @@ async def _told_once() -> None:
     assert storage.able
     assert observations.storage is None
     assert [event.able for event in posted if isinstance(event, StorageAble)] == [False, False, False, True]
+    storage.refused("the vote journal", "No space left on device")
+    storage.forget("the vote journal")  # a new machine has not tried yet
+    storage.forget("the chain")
+    assert storage.able
+    assert observations.storage is None
 
 
 def test_trouble_is_told_once_and_its_end_too() -> None:
