@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from protocol.lineages import Place
+from protocol.lineages import Place, Position
 from protocol.messages import Commit, Evidence, PartHeader, Reformed, Roster, Signed, UnitRange
 from protocol.names import Base, Digest, PeerId
 
@@ -130,10 +130,12 @@ class LineageLearned:
     """The answer to `LearnLineage`: the peer's chain is verified from the newest place on that it shares with mine."""
 
     peer: PeerId
-    mine: tuple[Place, ...]
-    """My chain from the shared place to my tip, as of this answer."""
-    theirs: tuple[Place, ...]
-    """The peer's from the same place on, as far as it was read."""
+    births: tuple[tuple[Digest, Position], ...] = ()
+    """Lineages that my chain has gone through since the shared place, each with where it was born."""
+    mine: tuple[Place, ...] = ()
+    """My chain from the shared place to my tip, as of this answer; empty where the peer is only behind."""
+    theirs: tuple[Place, ...] = ()
+    """The peer's from the same place on, as far as it was read; empty likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

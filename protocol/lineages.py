@@ -125,16 +125,21 @@ class Lineages:
                 self._births[place.lineage] = before.position
             before = place
 
+    def born(self, lineage: Digest, of: Position) -> None:
+        """`lineage` was born at `of`, which is verified; what else lies there does not matter yet."""
+        self._births[lineage] = of
+
     def forget(self, mine: Digest, heard: Iterable[Digest]) -> None:
         """Make room: keep what leads to my lineage and to those that are heard."""
-        heard = {lineage for lineage in heard if lineage != mine and lineage in self._places}
+        named = set(self._places) | {parent for parent, _ in self._births.values()}
+        heard = {lineage for lineage in heard if lineage != mine and lineage in named}
         own = self._places.get(mine, {})
         if not heard:
-            if len(self._places) > 1 or len(own) > 2 * OWN_PLACES_KEPT:
+            if self._births or len(self._places) > 1 or len(own) > 2 * OWN_PLACES_KEPT:
                 self._places, self._births = {mine: dict(sorted(own.items())[-OWN_PLACES_KEPT:])}, {}
         elif sum(len(places) for places in self._places.values()) > PLACES_KEPT:
             kept_lineages = {lineage for end in (mine, *heard) for lineage in self._ancestors(end)}
-            self._places = {lineage: self._places[lineage] for lineage in kept_lineages}
+            self._places = {lineage: known for lineage, known in self._places.items() if lineage in kept_lineages}
             self._births = {lineage: at for lineage, at in self._births.items() if lineage in kept_lineages}
 
     def member(self, peer: PeerId) -> bool:
@@ -153,11 +158,13 @@ class Lineages:
     def proven(self, position: Position) -> bool:
         """Whether it is certain on which side of every known branching `position` lies."""
         lineage, round_ = position
-        tip = self.tip(lineage)
-        if tip is None or (lineage in self._births and round_ < self._births[lineage][1]):
+        if lineage in self._births and round_ < self._births[lineage][1]:
             return False
         branched = max((at for parent, at in self._births.values() if parent == lineage), default=-1)
-        return round_ <= branched or round_ <= tip or tip > branched
+        if round_ <= branched:
+            return True
+        tip = self.tip(lineage)
+        return tip is not None and (round_ <= tip or tip > branched)
 
     # ------------------------------------------------------------ the choice
 

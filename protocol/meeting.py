@@ -72,6 +72,8 @@ class Meeting:
         self._place = place
 
     def learned(self, event: LineageLearned) -> None:
+        for lineage, place in event.births:
+            self.lineages.born(lineage, place)
         self.lineages.learn(event.mine)
         self.lineages.learn(event.theirs)
         inquiry = self._inquiries.get(event.peer)

@@ -7,6 +7,8 @@ answers slowly, wrongly or without end costs one request at a time, and is given
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import structlog
 import trio
 
@@ -17,8 +19,8 @@ from node.daemon.streams import RequestFailed
 from node.errors import StrangerError
 from protocol.commits import InvalidCommit
 from protocol.events import LineageLearned, LineageUnproven
-from protocol.lineages import Place
-from protocol.names import Base, PeerId
+from protocol.lineages import Place, Position
+from protocol.names import Base, Digest, PeerId
 
 PAGE_TIMEOUT_S = 15.0
 PROBE_TIMEOUT_S = 90.0
@@ -44,17 +46,36 @@ async def learn_lineage(network: Network, store: Store, peer: PeerId) -> Lineage
 async def _read(network: Network, store: Store, peer: PeerId) -> LineageLearned:
     shared, page = await _newest_shared(network, store, peer)
     # My chain may grow meanwhile: what is shared stays shared, and the machine adds what it commits itself.
-    mine = await trio.to_thread.run_sync(store.course, shared)
-    state = await trio.to_thread.run_sync(store.state_at, shared)
-    theirs = [mine[0]]
-    while True:
-        state, places = await trio.to_thread.run_sync(store.read_on, state, page.records)
-        theirs.extend(places)
-        if not page.more or not page.records or len(theirs) >= MAX_PLACES:
+    ahead = await trio.to_thread.run_sync(store.bases_after, shared)
+    births = _births(shared, ahead)
+    if not page.records:
+        return LineageLearned(peer=peer, births=births)  # its chain ends there
+    state = branching = await trio.to_thread.run_sync(store.state_at, shared)
+    theirs: list[Place] = []
+    while page.records:
+        for record in page.records:
+            state, places = await trio.to_thread.run_sync(store.read_on, state, (record,))
+            mine, ahead = ahead[:1], ahead[1:]
+            if not theirs and mine and places[0].position == (mine[0].lineage, mine[0].round):
+                branching = state
+            else:
+                theirs.extend(places)
+        if not page.more or len(theirs) >= MAX_PLACES:
             break
         page = await _page(network, peer, state.base)
-    branch = _common(mine, theirs)
-    return LineageLearned(peer=peer, mine=mine[branch:], theirs=tuple(theirs[branch:]))
+    if not theirs:
+        return LineageLearned(peer=peer, births=births)
+    course = await trio.to_thread.run_sync(store.course, branching.base)
+    return LineageLearned(peer=peer, births=births, mine=course, theirs=(course[0], *theirs))
+
+
+def _births(shared: Base, ahead: tuple[Base, ...]) -> tuple[tuple[Digest, Position], ...]:
+    """The lineages that a chain goes through behind `shared`, and where each was born."""
+    return tuple(
+        (after.lineage, (before.lineage, before.round))
+        for before, after in pairwise((shared, *ahead))
+        if after.lineage != before.lineage
+    )
 
 
 async def _newest_shared(network: Network, store: Store, peer: PeerId) -> tuple[Base, rpc.ChainPage]:
@@ -64,16 +85,6 @@ async def _newest_shared(network: Network, store: Store, peer: PeerId) -> tuple[
         if page.known:
             return place, page
     raise StrangerError(f"{peer} shares no place with this chain, not even the run's beginning")
-
-
-def _common(mine: tuple[Place, ...], theirs: list[Place]) -> int:
-    """Index of the last place that both share; the first always is."""
-    last = 0
-    for index, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-        if one.position != other.position:
-            break
-        last = index
-    return last
 
 
 async def _page(network: Network, peer: PeerId, after: Base) -> rpc.ChainPage:

@@ -256,17 +256,27 @@ class Store:
             return place, len(records)
 
     def course(self, place: Base) -> tuple[Place, ...]:
-        """Every place of this chain from `place` to its tip. Raises `StoreError` if `place` is not on it."""
+        """Every place of this chain from `place` to its tip. Raises `StoreError` if `place` is not on it.
+
+        It reads all records behind `place`; others may use the store meanwhile.
+        """
         with self._lock:
             position = self._index.position_of(place)
             state = self._state_behind(position)
-            places = [Place.of(state, self._rules)]
-            for entry in self._index.entries[position:]:
+            entries = tuple(self._index.entries[position:])
+        places = [Place.of(state, self._rules)]
+        for entry in entries:
+            with self._lock:
                 body = self._body(entry)
-                commit = decode_commit(body) if entry.kind is FrameKind.COMMIT else None
-                state = self._records.followed(state, commit or decode_body(Reformed, body))
-                places.append(Place.of(state, self._rules, commit))
-            return tuple(places)
+            commit = decode_commit(body) if entry.kind is FrameKind.COMMIT else None
+            state = self._records.followed(state, commit or decode_body(Reformed, body))
+            places.append(Place.of(state, self._rules, commit))
+        return tuple(places)
+
+    def bases_after(self, place: Base) -> tuple[Base, ...]:
+        """Where the chain stood behind each record that follows `place`. Raises `StoreError` if that is not on it."""
+        with self._lock:
+            return tuple(entry.after for entry in self._index.entries[self._index.position_of(place) :])
 
     def read_on(self, state: ChainState, records: Sequence[bytes]) -> tuple[ChainState, tuple[Place, ...]]:
         """Follow a peer's `records` from `state`, verified, without keeping anything: where they lead, and by which

@@ -19,6 +19,7 @@ from node.daemon.store import Store
 from protocol import chain
 from protocol.chain import genesis
 from protocol.events import LineageLearned, LineageUnproven
+from protocol.lineages import Lineages, Place, Side
 from protocol.names import PeerId
 
 pytestmark = pytest.mark.slow
@@ -104,8 +105,19 @@ def test_a_peer_at_the_branching_shows_that_it_is_only_behind(stores: tuple[Stor
     learned = trio.run(partial(_learn, mine, OnePeer(behind)))
     behind.close()
     assert isinstance(learned, LineageLearned)
-    assert [place.round for place in learned.theirs] == [2]
-    assert learned.mine[-1].round == mine.state.base.round
+    assert learned.theirs == learned.mine == ()
+    first = genesis(RULES).base.lineage
+    assert learned.births == ((mine.state.base.lineage, (first, 4)),)
+    lineages = Lineages("me")
+    lineages.learn([Place.of(mine.state, RULES)])
+    assert not lineages.proven((first, 2))
+    for lineage, place in learned.births:
+        lineages.born(lineage, place)
+    assert lineages.proven((first, 2))
+    assert not lineages.proven((first, 5)), "that it went on there is not shown"
+    verdict = lineages.choose((mine.state.base.lineage, 9), {"behind": [(first, 2)]})
+    assert verdict is not None
+    assert (verdict.side, verdict.branchings) == (Side.WINNER, ())
 
 
 def test_nonsense_and_silence_prove_nothing(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
