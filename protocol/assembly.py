@@ -22,8 +22,10 @@ SHARE_FOR_THOSE_BEHIND = 0.25
 """Of `assembly_max_s`: the most that a coordinator waits for members that have the commit before yet to apply."""
 EXCHANGE_MARGIN = 2.0
 """Durations are this many times what an exchange took that missed nobody."""
-STRETCH_DECAY = 0.8
-"""Of the stretch, after each exchange that missed somebody: nobody slow can hold a round hostage for ever."""
+STRETCH_MAX = 4.0
+"""What is learned goes no further, so that nobody slow holds every round hostage; failed attempts go further."""
+STRETCH_DECAY = 0.5
+"""Of the stretch, after each exchange that missed somebody."""
 SPREADS_WAITED = 4.0
 """`k` of "median + k·MAD"."""
 
@@ -50,11 +52,12 @@ class Pace:
             failed_before: an earlier attempt's exchange of this round came to nothing.
         """
         if took_s is not None:
-            self.stretch = max(1.0, self.stretch / 2, EXCHANGE_MARGIN * took_s / predicted_s)
+            learned = max(self.stretch / 2, EXCHANGE_MARGIN * took_s / predicted_s)
         elif failed_before:
-            self.stretch = max(self.stretch, given_s / predicted_s)
+            learned = max(self.stretch, given_s / predicted_s)
         else:
-            self.stretch = max(1.0, STRETCH_DECAY * self.stretch)
+            learned = STRETCH_DECAY * self.stretch
+        self.stretch = min(max(1.0, learned), STRETCH_MAX)
 
     def patience_s(self, rules: Rules) -> float:
         """How long after the first READY a coordinator waits for those still missing."""

@@ -183,11 +183,11 @@ class Node:
         self.life += 1
         self.world.moves += 1
 
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+    def later(self, delay_s: float, action: Callable[[], object]) -> None:
         """`action` after `delay_s`, unless this life is over by then."""
         self.world.after(delay_s, partial(self._if_alive, self.life, action))
 
-    def _if_alive(self, life: int, action: Callable[[], None]) -> None:
+    def _if_alive(self, life: int, action: Callable[[], object]) -> None:
         if self.life == life and self.machine is not None:
             action()
 
@@ -301,8 +301,6 @@ class Node:
                 self.world.oracle.check_commit(self.peer, self.state, effect.commit, self.world.rules, self.world.nodes)
                 self.world.after(0.0, partial(self.world.faults.decided, self.peer, self.state.base.round))
                 self.later(self.world.random.uniform(*self.world.weather.apply_s), partial(self._apply, effect))
-                if self.world.switches.early_ready:
-                    self._ready_too_early(effect)
             case NewLineage():
                 self.state = chain.reform_state(before, self.world.rules, effect.reformed)
                 self.world.note(self.peer, f"is on the lineage of {effect.reformed.reform.members}")
@@ -483,7 +481,12 @@ class Node:
         for header in commit.headers:
             if header is not None and header.message.hash not in self.held:
                 raise Violation(f"{self.peer} applies part {header.message.part} without holding it")
-        mine = self._settle(state, effect)
+        if self.world.switches.early_ready:
+            # The mutant: the next round begins before what this one counted has left the local model.
+            self.later(self.world.random.uniform(0.5, 3.0), partial(self._settle, state, effect))
+            mine = [0] * PARTS
+        else:
+            mine = self._settle(state, effect)
         self._move_to(chain.next_state(state, self.world.rules, commit, self._state_after(state, commit)))
         if self.state.base.prev != effect.commit_hash:
             raise Violation(f"{self.peer} named the commit of round {state.base.round} wrongly")
@@ -544,16 +547,9 @@ class Node:
         for peer, _ in before.members:
             node = self.world.nodes[peer]
             settled = self.world.now_s - max(node.started_s, self.world.clear_s) > SETTLED_S
-            if settled and node.can_commit() and chain.member(state, peer) is None:
+            here = node.state.base.lineage == state.base.lineage
+            if settled and here and node.can_commit() and chain.member(state, peer) is None:
                 raise Violation(f"I5: {peer} is dropped from the members although nothing is wrong with it")
-
-    def _ready_too_early(self, effect: Apply) -> None:
-        """The mutant: the next round begins before what this one counted has left the local model."""
-        machine = self.machine
-        if machine is None or effect.commit.roster.message.base != machine.state.base:
-            return
-        state, commit = machine.state, effect.commit
-        self.feed(Applied(round=state.base.round + 1, state_hash=state_after(state, commit)))
 
     # ------------------------------------------------------------ lineages
 

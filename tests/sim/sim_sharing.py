@@ -54,7 +54,8 @@ def _kept_advance(advance: Callable[..., ChainState]) -> Callable[..., ChainStat
 
     def shared(state: ChainState, rules: Rules, commit: Commit) -> ChainState:
         headers = tuple(None if header is None else header.body for header in commit.headers)
-        key = (id(rules), state.base, commit.roster.body, headers)
+        attempt = commit.certificate.votes[0].message.attempt
+        key = (id(rules), state.base, commit.roster.body, headers, attempt)
         known = kept.get(key)
         if known is None:
             if len(kept) >= ANSWERS_KEPT:
