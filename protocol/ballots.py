@@ -113,7 +113,9 @@ class Ballots:
                 candidate.closes_s(record.rules) - candidate.seen_s + self._length_s(), record.outbox
             )
         leader = record.leader()
-        silent = leader != record.me and leader not in record.standing.fresh
+        heard = record.standing.fresh.get(leader)
+        # Who says that it cannot take part leads no more than who is dead.
+        silent = leader != record.me and (heard is None or not heard.able)
         due_s = record.due_s()
         started = record.assembly.enough() and (silent or (due_s is not None and record.outbox.due(due_s)))
         started = started or (record.attempt > 0 and (record.valid is not None or bool(record.candidates)))

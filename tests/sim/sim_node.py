@@ -547,7 +547,8 @@ class Node:
         for peer, _ in before.members:
             node = self.world.nodes[peer]
             settled = self.world.now_s - max(node.started_s, self.world.clear_s) > SETTLED_S
-            here = node.state.base.lineage == state.base.lineage
+            # Who has applied this very commit, and was barred until then, is free of its promises by now.
+            here = node.state.base.lineage == state.base.lineage and node.state.base.round <= before.base.round
             if settled and here and node.can_commit() and chain.member(state, peer) is None:
                 raise Violation(f"I5: {peer} is dropped from the members although nothing is wrong with it")
 
