@@ -82,6 +82,12 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
         f"{quantity(work.produced_tokens)} trained = {quantity(work.counted_tokens)} counted + "
         f"{quantity(work.carried_tokens)} carried + {quantity(work.discarded_tokens)} lost{lost}",
     )
+    for one in status.lost_lineages:
+        table.add_row(
+            "lost lineage",
+            f"{one.lineage[:8]}: {one.rounds} rounds since round {one.since_round} ({quantity(one.own_tokens)} tokens "
+            f"of this node's) went with it; {one.followed[:8]} won",
+        )
     trainer = status.trainer
     attached = f"{trainer.name} on {trainer.device}, step {trainer.step} of {trainer.budget_steps}"
     table.add_row("trainer", attached if trainer.attached else "none attached")
