@@ -48,6 +48,7 @@ def make_rules(
     final_round: int | None = None,
     quorum: Quorum = Quorum.MAJORITY,
     max_electors: int = 64,
+    heartbeat_s: float = 1.0,
 ) -> Rules:
     return Rules(
         run=digest(b"simulated run"),
@@ -62,6 +63,8 @@ def make_rules(
         lease_cap_units=4,
         unit_tokens=UNIT_TOKENS,
         final_round=final_round,
+        heartbeat_s=heartbeat_s,
+        heartbeat_timeout_s=max(6.0, 3.5 * heartbeat_s),
     )
 
 

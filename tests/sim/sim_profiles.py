@@ -253,6 +253,10 @@ PROFILES: dict[str, Profile] = {
 }
 
 
+LARGE = 30
+"""Peers from which on a swarm is large."""
+
+
 def peer_names(count: int) -> tuple[PeerId, ...]:
     return tuple(f"Peer{chr(ord('A') + number)}" if number < 26 else f"Peer{number:03}" for number in range(count))
 
@@ -285,6 +289,8 @@ def build(
             quorum=profile.quorum,
             max_electors=profile.max_electors,
             final_round=profile.final_round,
+            # Hundreds need no news of each other every second; half of all events would be heartbeats.
+            heartbeat_s=1.0 if peers < LARGE else 4.0,
         ),
         weather=profile.weather,
         joiners=names[founders:],
@@ -298,7 +304,8 @@ def play(world: World, profile_name: str, *, rounds: int = 3) -> None:
     """Bad weather, then fair weather in which everyone must get `rounds` further together. Raises `Violation`."""
     profile = PROFILES[profile_name]
     world.start()
-    world.run(profile.weather_s)
+    # Among many, as many faults strike in less time.
+    world.run(profile.weather_s if len(world.nodes) < LARGE else profile.weather_s / 3)
     world.clear()
     world.expect_progress(rounds, profile.within_s)
     for node in world.up():

@@ -31,7 +31,7 @@ LARGE = ["calm", "lossy", "crashy", "exchanges", "vanishing", "hostile"]
 def cells() -> list[Cell]:
     few = [Cell(profile=profile, peers=peers, first=0, count=count) for profile, peers, count in FEW]
     fifty = [Cell(profile=profile, peers=50, first=0, count=5) for profile in LARGE]
-    two_hundred = [Cell(profile=profile, peers=200, first=0, count=1) for profile in ("calm", "far", "lossy")]
+    two_hundred = [Cell(profile=profile, peers=200, first=0, count=1) for profile in ("calm", "lossy", "vanishing")]
     return [*spread(list(PROFILES), SMALL, 3000), *few, *fifty, *two_hundred]
 
 
