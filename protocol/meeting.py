@@ -26,6 +26,10 @@ INQUIRY_TIMEOUT_S = 120.0
 """After which an inquiry without an answer is given up."""
 PATIENCE_DOUBLINGS = 6
 """A peer that proves nothing is asked again after 2, 4, … at most 2^6 repetition periods."""
+COMPARED_SETTLES = 3
+"""On a tie no round is started for so many `T_settle`: a round in hand ends, both sides prove what it counted, and only
+then can a verdict by that hold for its own `T_settle`. Sides whose work grows alike would else overtake each other for
+ever, each a round ahead of what it knows of the other."""
 RETURNS_DOUBLE = 5
 """Each vain attempt to follow a lineage doubles how long its verdict must hold the next time, at most so often."""
 
@@ -127,13 +131,13 @@ class Meeting:
 
     def _compare(self, verdict: Verdict | None) -> None:
         """On a tie in live electors no round is started until the verdict can have settled, and not again for long."""
-        now_s, settle_s = self.outbox.now_s, self.rules.settle_s
-        self._ties = {place: at_s for place, at_s in self._ties.items() if now_s < at_s + 8 * settle_s}
+        now_s, pause_s = self.outbox.now_s, COMPARED_SETTLES * self.rules.settle_s
+        self._ties = {place: at_s for place, at_s in self._ties.items() if now_s < at_s + 8 * pause_s}
         comparing = False
         for branching in () if verdict is None else verdict.branchings:
             if branching.tied:
                 since_s = self._ties.setdefault(branching.place, now_s)
-                comparing = comparing or not self.outbox.due(since_s + settle_s)
+                comparing = comparing or not self.outbox.due(since_s + pause_s)
         self.standing.comparing = comparing
 
     # ------------------------------------------------------------ inquiries

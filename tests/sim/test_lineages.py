@@ -12,6 +12,7 @@ from sim_weather import Weather
 from sim_world import World
 
 from protocol import chain, wire
+from protocol.meeting import COMPARED_SETTLES
 from protocol.messages import Heartbeat
 from protocol.names import Base, Digest, PeerId, digest, encode_integer
 from protocol.rules import Quorum
@@ -20,11 +21,17 @@ MILD = Weather(delay_s=(0.005, 0.05))
 
 
 def swarm(
-    founders: int, *, joiners: int = 0, seed: int = 1, min_peers: int = 1, quorum: Quorum = Quorum.MAJORITY
+    founders: int,
+    *,
+    joiners: int = 0,
+    seed: int = 1,
+    min_peers: int = 1,
+    quorum: Quorum = Quorum.MAJORITY,
+    weather: Weather = MILD,
 ) -> World:
     names = peer_names(founders + joiners)
     rules = make_rules(names[:founders], min_peers=min_peers, quorum=quorum)
-    world = World(seed=seed, rules=rules, weather=MILD, joiners=names[founders:], trace=True)
+    world = World(seed=seed, rules=rules, weather=weather, joiners=names[founders:], trace=True)
     nodes = [world.nodes[name] for name in names[:founders]]
     for node in nodes:
         node.start()
@@ -139,8 +146,21 @@ def test_a_tie_pauses_new_rounds_only_while_it_is_compared() -> None:
     assert any(node.machine is not None and "as well" in node.machine.reason for node in world.up())
     paused_at = world.furthest()
     took_s = run_until(world, 60.0, lambda: world.furthest() > paused_at)
-    assert took_s < world.rules.settle_s
+    assert took_s < COMPARED_SETTLES * world.rules.settle_s
     run_until(world, 120.0, settled(world))
+    check_accounts(world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_halves_whose_work_grows_alike_do_not_overtake_each_other_for_ever(seed: int) -> None:
+    """Rounds that take longer than half of `T_settle`: each side is a round ahead of what it knows of the other."""
+    slow = Weather(training_s=(5.0, 6.0), delay_s=(0.05, 0.2))
+    world = swarm(4, seed=seed, weather=slow)
+    apart(world, "AB", "CD")
+    heal(world)
+    took_s = run_until(world, 120.0, settled(world))
+    assert took_s < 2 * COMPARED_SETTLES * world.rules.settle_s
     check_accounts(world)
 
 
