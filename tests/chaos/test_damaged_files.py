@@ -48,7 +48,7 @@ UNTOUCHED = {
     "identity": r"identity\.key",  # who this node is; nobody else can give it back
     "locks": r"(identity|supervisor)\.lock",  # empty, or a number that is written anew
     "operator's": r"config\.toml",
-    "interrupted": rf"{RUN}/engine/(artifacts|snapshots)/.*\.partial(/data)?",  # verified by chunk
+    "interrupted": rf"{RUN}/engine/(artifacts|snapshots)/.*\.partial(/(data|chunks))?",  # verified by chunk
     "drafts": r".*\.(new|writing)",
     "left behind": r".*(\.damaged|\.unusable|/corrupt/.*|chain\.log\.(torn|left)-[0-9]+)",
     "chaos": r"(bends|armed|struck).*",
