@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from protocol import chain
 from protocol.fields import MAX_EDGES, MAX_LEFT_OUT
 from protocol.judging import Judge
-from protocol.messages import NIL, Certificate, Ready, Signed, Vote
+from protocol.messages import NIL, Certificate, Proposal, Ready, Signed, Vote
 from protocol.names import Digest, PeerId
 from protocol.record import Record
 from protocol.standing import Derived, Stopwatch
@@ -186,9 +186,10 @@ class Ballots:
                     candidate.refused = True
                     record.refusals[record.attempt] = why
                     return self._cast(1, NIL, left_out)
-                unproven = docket.unproven(candidate.roster, candidate.signed.sender)
+                decision = chain.decision(record.base_digest, candidate.roster_id, signed.message.headers)
+                if not self._stood_by(signed.message, decision):
+                    unproven = docket.unproven(candidate.roster, candidate.signed.sender)
                 if unproven is None and self.judge.held(signed, candidate):
-                    decision = chain.decision(record.base_digest, candidate.roster_id, signed.message.headers)
                     may = record.agreement.may_vote(
                         decision, attempt=record.attempt, valid_attempt=signed.message.valid_attempt
                     )
@@ -202,6 +203,16 @@ class Ballots:
             return False
         record.refusals[record.attempt] = unproven or f"nothing to vote for came in time from {record.leader()}"
         return self._cast(1, NIL)
+
+    def _stood_by(self, proposal: Proposal, decision: Digest) -> bool:
+        """Whether a quorum has voted for it: those who did looked into its roster's evidence before.
+
+        Whoever has restarted since has lost the commit that it takes to recompute a mean. If it asked for that again,
+        those who are locked could vote for nothing else and it for anything but: no attempt would ever decide.
+        """
+        lock, valid = self.record.agreement.lock, self.record.valid
+        mine = (lock is not None and lock.decision == decision) or (valid is not None and valid[1] == decision)
+        return mine or proposal.valid_certificate is not None  # verified by then: `Judge.refuses`
 
     def vote_second(self) -> bool:
         record = self.record

@@ -136,6 +136,35 @@ def test_a_pair_whose_sole_elector_lies_goes_on_without_it(lie: str) -> None:
     assert other.state.base.round >= goal, where(world)
 
 
+def test_who_is_locked_on_evidence_takes_along_those_who_cannot_recompute_it_any_more() -> None:
+    """One is locked, the liar dies, the two others restart and have forgotten the commit: no fork, and no round lost."""
+    with shared_work():
+        world = begin("calm", 4, 4, fabricates_means)
+        world.run(world.now_s + 400.0, stop=lambda: any(locked_on_evidence(node) for node in honest(world)))
+        (locked,) = (node for node in honest(world) if locked_on_evidence(node))
+        (liar,) = world.hostile
+        world.nodes[liar].kill()
+        for node in honest(world):
+            if node is not locked:
+                node.kill()
+                world.after(1.0, node.start)
+        goal = locked.state.base.round + 2
+        world.run(world.now_s + 200.0, stop=lambda: all(node.state.base.round >= goal for node in honest(world)))
+    assert all(node.state.base.round >= goal for node in honest(world)), where(world)
+    assert len({node.state.base.lineage for node in honest(world)}) == 1, where(world)
+    assert left_out(world), where(world)
+
+
+def locked_on_evidence(node: Node) -> bool:
+    if node.machine is None or node.machine.round.commit is not None:
+        return False
+    round_ = node.machine.round
+    if round_.agreement.lock is None or round_.valid is None:
+        return False
+    candidate = round_.candidates.get(round_.contents[round_.valid[1]][0])
+    return candidate is not None and bool(candidate.roster.evidence)
+
+
 def a_vote(node: Node, number: int) -> bytes:
     vote = Vote(base=node.state.base, attempt=9, phase=1, value=digest(bytes([number])))
     return wire.encode(wire.sign(node.keyring, node.peer, vote))
