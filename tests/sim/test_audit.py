@@ -137,7 +137,7 @@ def test_a_pair_whose_sole_elector_lies_goes_on_without_it(lie: str) -> None:
 
 
 def test_who_is_locked_on_evidence_takes_along_those_who_cannot_recompute_it_any_more() -> None:
-    """One is locked, the liar dies, the two others restart and have forgotten the commit: no fork, and no round lost."""
+    """One is locked, the liar dies, the others restart and have forgotten the commit: no fork, and no round is lost."""
     with shared_work():
         world = begin("calm", 4, 4, fabricates_means)
         world.run(world.now_s + 400.0, stop=lambda: any(locked_on_evidence(node) for node in honest(world)))
