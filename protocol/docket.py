@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from protocol import chain, planning
 from protocol.chain import ChainState
-from protocol.events import Convicted, PartRecomputed, RecomputePart, Verdict
+from protocol.events import Convicted, Misbehaved, PartRecomputed, RecomputePart, Verdict
 from protocol.evidence import check_evidence, evidence_of, wrong_mean
 from protocol.fields import MAX_EVIDENCE
 from protocol.messages import Commit, Evidence, Offence, PartHeader, Roster, Signed
@@ -27,6 +27,9 @@ from protocol.rules import Rules
 CULPRITS_KEPT: Final = 64
 CLAIMS_KEPT: Final = 16
 """Of wrong means that others told of; each costs a part's bytes to check."""
+CLAIMS_PER_ACCUSER: Final = 2
+"""Open at a time: who accuses everybody before the truth is told must not take the truth's place."""
+SETTLED_KEPT: Final = 64
 AUDITS_KEPT: Final = 4
 """Of which the answer is awaited."""
 TRIES: Final = 3
@@ -51,7 +54,6 @@ class _Claim:
     asked: bool = False
     tries: int = 0
     next_s: float = 0.0
-    refuted: bool = False
 
     @property
     def key(self) -> tuple[Digest, int]:
@@ -74,8 +76,12 @@ class Docket:
         self._claims: dict[tuple[Digest, int], _Claim] = {}
         self._audits: dict[tuple[Digest, int], Commit] = {}
         """Parts that I recompute by lot."""
-        self._false_accusers: dict[PeerId, int] = {}
-        """Whose claims are not looked into any more, and since which round."""
+        self._false_accusers: set[PeerId] = set()
+        """Whose claims are not looked into any more, as long as this process lives."""
+        self._refuted: dict[tuple[Digest, int], None] = {}
+        """Parts that I have recomputed, and they were right."""
+        self._exhausted: dict[tuple[Digest, int], set[PeerId]] = {}
+        """Of claims whose bytes were not to be had: whose word is not enough to try again."""
 
     # ------------------------------------------------------------ whom
 
@@ -139,17 +145,48 @@ class Docket:
         return None
 
     def _claim(self, evidence: Evidence, accuser: PeerId) -> None:
-        claim = self._claims.get(_key(evidence))
-        if claim is not None:
-            claim.accusers.add(accuser)
-            return
-        barred = self.state.base.round - self._false_accusers.get(accuser, -chain.DEMOTED_ROUNDS)
-        if len(self._claims) >= CLAIMS_KEPT or barred < chain.DEMOTED_ROUNDS:
+        key = _key(evidence)
+        if accuser in self._false_accusers or key in self._refuted or accuser in self._exhausted.get(key, ()):
             return
         if chain.member(self.state, accuser) is None:
             return
+        claim = self._claims.get(key)
+        if claim is not None:
+            claim.accusers.add(accuser)
+            return
+        accused = sum(accuser in claim.accusers for claim in self._claims.values())
+        if len(self._claims) >= CLAIMS_KEPT or accused >= CLAIMS_PER_ACCUSER:
+            return
         if self._committed(evidence) is not None:
-            self._claims[_key(evidence)] = _Claim(evidence=evidence, accusers={accuser})
+            self._claims[key] = _Claim(evidence=evidence, accusers={accuser})
+
+    def _believe_no_more(self, accuser: PeerId) -> None:
+        """Its claims are dropped, but where another makes them, too, or the answer is on its way."""
+        for key, claim in list(self._claims.items()):
+            claim.accusers.discard(accuser)
+            if not claim.accusers and not claim.asked:
+                del self._claims[key]
+
+    def _settle(self, claim: _Claim, verdict: Verdict) -> None:
+        """A claim was looked into: one that is settled makes room at once."""
+        claim.asked = False
+        if verdict is Verdict.UNKNOWN and claim.tries < TRIES and claim.accusers:
+            return
+        del self._claims[claim.key]
+        if verdict is Verdict.WRONG:
+            self._convict(claim.evidence)
+        elif verdict is Verdict.UNKNOWN:
+            _bound(self._exhausted)
+            self._exhausted[claim.key] = self._exhausted.get(claim.key, set()) | claim.accusers
+        else:
+            _bound(self._refuted)
+            self._refuted[claim.key] = None
+            part = claim.key[1]
+            for accuser in sorted(claim.accusers):
+                self._false_accusers.add(accuser)
+                why = f"said that part {part} of {claim.evidence.culprit} was no mean; it was: it is not believed again"
+                self.outbox.emit(Misbehaved(peer=accuser, why=why))
+                self._believe_no_more(accuser)
 
     def _committed(self, evidence: Evidence) -> Commit | None:
         """The commit that holds this very header, with a plan in which its root alone answers for the mean."""
@@ -178,8 +215,7 @@ class Docket:
     def refuted(self, roster: Roster) -> str | None:
         """Evidence in this roster that I have found to be false."""
         for evidence in roster.evidence:
-            claim = self._claims.get(_key(evidence)) if evidence.offence is Offence.WRONG_MEAN else None
-            if claim is not None and claim.refuted:
+            if evidence.offence is Offence.WRONG_MEAN and _key(evidence) in self._refuted:
                 return (
                     f"the roster says that part {evidence.headers[0].message.part} of {evidence.culprit} was no mean; "
                     "this node has recomputed it, and it was"
@@ -208,12 +244,7 @@ class Docket:
         key = (event.base, event.part)
         commit, claim = self._audits.pop(key, None), self._claims.get(key)
         if claim is not None:
-            claim.asked = False
-            if event.verdict is Verdict.RIGHT:
-                claim.refuted = True
-                self._false_accusers |= dict.fromkeys(claim.accusers, self.state.base.round)
-            elif event.verdict is Verdict.WRONG:
-                self._convict(claim.evidence)
+            self._settle(claim, event.verdict)
         if commit is None or event.verdict is not Verdict.WRONG:
             return None
         header, roster = commit.headers[event.part], commit.roster.message
@@ -228,7 +259,7 @@ class Docket:
         if any(claim.asked for claim in self._claims.values()):
             return
         for claim in self._claims.values():
-            if claim.refuted or claim.tries >= TRIES or claim.evidence.culprit in self:
+            if claim.evidence.culprit in self:
                 continue
             commit = self._committed(claim.evidence)
             if commit is not None and self.outbox.due(claim.next_s):
@@ -268,6 +299,7 @@ class Docket:
         self.outbox.emit(Convicted(evidence=evidence))
         if culprit != self.me:
             self.presence.forget(culprit)
+            self._believe_no_more(culprit)
             self.outbox.broadcast(self.outbox.sign(evidence))
 
 
@@ -284,3 +316,9 @@ def _key(evidence: Evidence) -> tuple[Digest, int]:
     assert evidence.base is not None
     header: Signed[PartHeader] = evidence.headers[0]
     return evidence.base.digest(), header.message.part
+
+
+def _bound(settled: dict[tuple[Digest, int], Any]) -> None:
+    """Makes room for one more, at the cost of the oldest."""
+    while len(settled) >= SETTLED_KEPT:
+        settled.pop(next(iter(settled)))

@@ -10,8 +10,8 @@ from chain_samples import CheapKeyring, make_commit, make_rules, peers, sign_rea
 
 from protocol import chain, wire
 from protocol.chain import ChainState
-from protocol.docket import CLAIMS_KEPT, TRIES, Docket, is_flat
-from protocol.events import Convicted, Effect, PartRecomputed, RecomputePart, Send, Verdict
+from protocol.docket import CLAIMS_KEPT, CLAIMS_PER_ACCUSER, TRIES, Docket, is_flat
+from protocol.events import Convicted, Effect, Misbehaved, PartRecomputed, RecomputePart, Send, Verdict
 from protocol.evidence import evidence_of, wrong_mean
 from protocol.messages import Commit, Evidence, Message, Offence, Roster, Signed, Vote
 from protocol.names import Digest, PeerId, digest
@@ -146,11 +146,14 @@ def test_a_claim_is_recomputed_before_it_is_believed() -> None:
     assert bench.docket.for_roster() == (), "nobody remembers that round any more"
 
 
-def test_who_accuses_falsely_is_not_believed_for_a_while() -> None:
+def test_who_accuses_falsely_is_named_and_not_believed_again() -> None:
     bench = Bench()
     bench.told(CLAIM, accuser())
     bench.asked()
     bench.answer(Verdict.RIGHT)
+    (named,) = [effect for effect in bench.effects() if isinstance(effect, Misbehaved)]
+    assert named.peer == accuser()
+    assert "not believed again" in named.why
     assert CULPRIT not in bench.docket
     assert "recomputed it, and it was" in (bench.docket.refuted(with_evidence(CLAIM)) or "")
     other = next(header for header in HEADERS if header.message.part != HEADER.message.part)
@@ -192,7 +195,48 @@ def test_claims_are_bounded() -> None:
     for number in range(2 * CLAIMS_KEPT):
         header = signed(replace(HEADER.message, bitmap=number + 1), CULPRIT)
         bench.told(wrong_mean(BEFORE.base, header), accuser())
-    assert len(bench.docket._claims) <= CLAIMS_KEPT
+    assert len(bench.docket._claims) <= CLAIMS_PER_ACCUSER <= CLAIMS_KEPT
+
+
+def test_a_liar_that_accuses_all_the_others_first_does_not_silence_the_truth() -> None:
+    """Claims of the liar itself take two places, the first that is refuted empties them, and the true one is asked."""
+    auditor, liar = accuser(), CULPRIT
+    bench = Bench()
+    right = [header for header in HEADERS if header.sender != liar]
+    for header in right:
+        bench.told(wrong_mean(BEFORE.base, header), liar)
+    bench.told(CLAIM, auditor)
+    assert len(bench.docket._claims) == CLAIMS_PER_ACCUSER + 1
+    (first,) = bench.asked()
+    bench.answer(Verdict.RIGHT, first.part)
+    (true,) = bench.asked()
+    assert (true.part, true.sources) == (HEADER.message.part, (auditor,)), "the liar's other claim is dropped"
+    bench.answer(Verdict.WRONG)
+    assert bench.convicted() == [CLAIM]
+    assert not bench.docket._claims
+
+
+def test_claims_of_a_convicted_accuser_are_dropped() -> None:
+    bench = Bench()
+    elsewhere = next(header for header in HEADERS if header.sender != CULPRIT)
+    bench.told(wrong_mean(BEFORE.base, elsewhere), CULPRIT)
+    bench.docket.compare(*two_votes(CULPRIT))
+    assert bench.asked() == []
+
+
+def test_another_accuser_brings_an_exhausted_claim_up_again() -> None:
+    """Whoever has found a mean wrong keeps the bytes: another word is another source."""
+    bench = Bench()
+    bench.told(CLAIM, accuser())
+    for _ in range(TRIES):
+        bench.asked()
+        bench.answer(Verdict.UNKNOWN)
+        bench.outbox.now_s += 2 * GRACE_S
+    bench.told(CLAIM, accuser())
+    assert bench.asked() == []
+    other = next(peer for peer in PEERS if peer not in (ME, CULPRIT, accuser()))
+    bench.told(CLAIM, other)
+    assert [effect.sources for effect in bench.asked()] == [(other,)]
 
 
 def with_evidence(*evidence: Evidence) -> Roster:
