@@ -71,6 +71,10 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reform: SignedReform | None = None
     barred: tuple[Digest, ...] = ()
     """Lineages in which I do not vote until I have joined them anew."""
+    past_unknown: bool = False
+    """A journal was lost: what it held may have bound me in any lineage, so all are barred but those of `rejoined`."""
+    rejoined: tuple[Digest, ...] = ()
+    """Lineages whose members I was not among since the loss; whatever was promised there before binds no more."""
 
     def encode(self) -> bytes:
         payload = msgspec.msgpack.encode(self)
@@ -106,6 +110,9 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True):
     barred: tuple[Digest, ...] = ()
     lost: bool = False
     """There was a journal, and nothing is known of what it held."""
+    past_unknown: bool = False
+    rejoined: tuple[Digest, ...] = ()
+    """As in `Journal`."""
 
 
 def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
@@ -117,14 +124,20 @@ def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
         except JournalTorn:
             lost = True
     if lost:
-        return Promises(journal=Journal(), fence=UNKNOWN_PAST, barred=(base.lineage,), lost=True)
+        return Promises(
+            journal=Journal(), fence=UNKNOWN_PAST, barred=(base.lineage,), lost=True, past_unknown=True, rejoined=()
+        )
     if promised.run != base.run:
         return Promises(journal=Journal(), fence=-1)
+    unknown, rejoined = promised.past_unknown, promised.rejoined
     if promised.base == base.digest():
-        return Promises(journal=promised, fence=promised.touched_attempt, barred=promised.barred)
-    if promised.lineage == base.lineage and promised.round < base.round:
-        return Promises(journal=Journal(), fence=-1, barred=promised.barred)
-    # The journal speaks of another lineage, or of a round that this state has not reached: it says no more what was
-    # promised before, there or here.
-    barred = barred_with(promised.barred, promised.lineage)
-    return Promises(journal=Journal(), fence=UNKNOWN_PAST if base.lineage in barred else -1, barred=barred)
+        journal, fence, barred = promised, promised.touched_attempt, promised.barred
+    elif promised.lineage == base.lineage and promised.round < base.round:
+        journal, fence, barred = Journal(), -1, promised.barred
+    else:
+        # The journal speaks of another lineage, or of a round that this state has not reached: it says no more what was
+        # promised before, there or here.
+        journal, barred = Journal(), barred_with(promised.barred, promised.lineage)
+        forgotten = base.lineage in barred or (unknown and base.lineage not in rejoined)
+        fence = UNKNOWN_PAST if forgotten else -1
+    return Promises(journal=journal, fence=fence, barred=barred, past_unknown=unknown, rejoined=rejoined)

@@ -120,7 +120,10 @@ class Lineages:
         """Consecutive places of one verified chain, oldest first."""
         before: Place | None = None
         for place in course:
-            self._places.setdefault(place.lineage, {})[place.round] = place
+            along = self._places.setdefault(place.lineage, {})
+            if place.tokens or place.round not in along:
+                # Who starts at a place does not know what the commit before it counted; others have told it.
+                along[place.round] = place
             if before is not None and before.lineage != place.lineage:
                 self._births[place.lineage] = before.position
             before = place

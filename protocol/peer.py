@@ -42,7 +42,7 @@ from protocol.events import (
     TrainerProgress,
 )
 from protocol.following import Follower
-from protocol.journal import Journal, barred_with, promises_at
+from protocol.journal import Journal, Promises, barred_with, promises_at
 from protocol.meeting import Meeting
 from protocol.messages import (
     Commit,
@@ -123,6 +123,9 @@ class PeerMachine:
         """After an alarm, or on a corrupt state: nothing is done any more."""
         self.next_wakeup_s = now_s
         self._barred: tuple[Digest, ...] = ()
+        self._past_unknown = False
+        self._rejoined: tuple[Digest, ...] = ()
+        """Where I am not barred although my past is unknown."""
         self.past = Past(self.standing)
         self.docket.commit_of = self.past.commit_of
         self._early = EarlyMail()
@@ -132,18 +135,16 @@ class PeerMachine:
         self.announcer = Announcer(self.standing, incarnation)
         self.follower = Follower(self.standing)
         self.meeting = Meeting(self.standing, state=state, follow=self.follower.catch_up, returns=returns)
-        self.probation = Probation(self.standing, state)
+        self.probation = Probation(self.standing, state, returns=returns)
         self._final_since_s: float | None = None
         self.finished = False
         promises = promises_at(state.base, journal, lost=journal_lost)
-        self._barred = promises.barred
         try:
-            self._start_round(state, promises.journal, promises.fence)
+            self._resume(state, promises)
         except wire.WireError:
             # Whole, but of a version that wrote its messages in another form: as good as lost.
             promises = promises_at(state.base, None, lost=True)
-            self._barred = promises.barred
-            self._start_round(state, promises.journal, promises.fence)
+            self._resume(state, promises)
         if promises.lost:
             # Before anything else: a later life must not take the journal's absence for a beginning.
             self._persist()
@@ -349,13 +350,20 @@ class PeerMachine:
 
     # ------------------------------------------------------------ places in the chain
 
+    def _resume(self, state: ChainState, promises: Promises) -> None:
+        """Where an earlier life stopped. Raises `WireError` if its messages are of another version."""
+        self._barred, self._past_unknown, self._rejoined = promises.barred, promises.past_unknown, promises.rejoined
+        self._start_round(state, promises.journal, promises.fence)
+
     def _start_round(self, state: ChainState, promised: Journal, fence: int) -> None:
         self.state = state
         self.docket.begin(state)
         if chain.member(state, self.me) is None:
             # Whoever is out of M has no vote to give twice; what comes later is a new membership.
             self._barred = tuple(lineage for lineage in self._barred if lineage != state.base.lineage)
-        self.standing.voting = state.base.lineage not in self._barred
+            self._knows_past_in(state.base.lineage)
+        forgotten = self._past_unknown and state.base.lineage not in self._rejoined
+        self.standing.voting = state.base.lineage not in self._barred and not forgotten
         self.standing.presence.forget_leaves(state)
         self.round = Round(standing=self.standing, state=state, journal=promised, fence=fence)
         self.reforming = Reforming(
@@ -385,10 +393,17 @@ class PeerMachine:
         self._start_round(state, Journal(), -1)
         self.docket.audit(before, commit, state.base.prev)
 
+    def _knows_past_in(self, lineage: Digest) -> None:
+        if self._past_unknown:
+            self._rejoined = barred_with(self._rejoined, lineage)
+
     def _reborn(self, reformed: Reformed) -> None:
         """All of E′ signed: this peer is on the new lineage, same round and state, and voteless in the old one."""
         old = self.state.base
         self._barred = barred_with(self._barred, old.lineage)
+        if self.standing.voting:
+            # Born with my signature, which a life that had promised anything in it would not have given again.
+            self._knows_past_in(chain.lineage_of(reformed))
         state = chain.reform_state(self.state, self.rules, reformed)
         proof = self.outbox.sign(reformed)
         for candidate in self.round.candidates.values():
@@ -468,7 +483,13 @@ class PeerMachine:
     def _persist(self) -> None:
         if self.reforming.mine is not None:
             self._barred = barred_with(self._barred, self.state.base.lineage)
-        journal = msgspec.structs.replace(self.round.journal(), reform=self.reforming.journal(), barred=self._barred)
+        journal = msgspec.structs.replace(
+            self.round.journal(),
+            reform=self.reforming.journal(),
+            barred=self._barred,
+            past_unknown=self._past_unknown,
+            rejoined=self._rejoined,
+        )
         self.outbox.emit(Persist(journal=journal.encode()))
 
     def _misbehaved(self, peer: PeerId, why: str) -> None:

@@ -368,6 +368,15 @@ class Store:
         if left is not None and not left.resuming and (self._index.has(left.tip) or not self._index.has(left.place)):
             self.left_files.forget()
             return
+        here = self._index.state.base
+        at_place = left is not None and (here.round, here.prev, here.lineage) == (
+            left.place.round,
+            left.place.prev,
+            left.place.lineage,
+        )
+        if left is not None and at_place:
+            # Nothing was followed yet when an earlier life ended: what it had left is taken up again.
+            left = msgspec.structs.replace(left, resuming=True)
         self._left = left
 
     def _go_back(self, position: int) -> None:

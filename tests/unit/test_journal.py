@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from protocol.journal import (
     BARRED_KEPT,
+    UNKNOWN_PAST,
     Journal,
     JournalTorn,
     LockedOn,
@@ -16,8 +18,9 @@ from protocol.journal import (
     ValidValue,
     barred_with,
     decode_journal,
+    promises_at,
 )
-from protocol.names import digest, encode_integer
+from protocol.names import Base, digest, encode_integer
 
 FULL = Journal(
     run=digest(b"run"),
@@ -63,3 +66,26 @@ def test_barred_lineages_are_bounded_and_the_newest_stay() -> None:
     assert barred[-1] == digest(encode_integer(2 * BARRED_KEPT - 1))
     assert barred_with(barred, barred[0])[-1] == barred[0]
     assert len(set(barred_with(barred, barred[0]))) == BARRED_KEPT
+
+
+def test_a_lost_journal_binds_in_every_lineage_until_it_is_joined_anew() -> None:
+    """A life voted in `first`, signed itself into `second`, lost its journal there, and comes back to `first`."""
+    first, second = (
+        Base(run=digest(b"run"), lineage=digest(name), round=5, prev=digest(b"prev"), state_hash=digest(b"state"))
+        for name in (b"first", b"second")
+    )
+    lost = promises_at(second, None, lost=True)
+    assert lost.past_unknown
+    written = Journal(
+        run=second.run,
+        lineage=second.lineage,
+        round=5,
+        base=second.digest(),
+        barred=lost.barred,
+        past_unknown=lost.past_unknown,
+    )
+    back = promises_at(first, written.encode(), lost=False)
+    assert (back.fence, back.past_unknown) == (UNKNOWN_PAST, True)
+    rejoined = msgspec.structs.replace(written, rejoined=(first.lineage,))
+    again = promises_at(first, rejoined.encode(), lost=False)
+    assert (again.fence, again.rejoined) == (-1, (first.lineage,))

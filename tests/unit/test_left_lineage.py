@@ -179,6 +179,30 @@ def test_a_crash_while_leaving_leaves_one_of_the_two(
     loser.store.close()
 
 
+def test_nothing_is_given_up_for_a_winner_that_was_not_followed_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winner was born of this node's own lineage; the power fails between the cut and the first new record."""
+    loser, winner = Node.open(tmp_path / "loser"), Node.open(tmp_path / "winner")
+    place = loser.grow(3).base
+    winner.grow(3)
+    winner.store.append_reform(make_reform(winner.store.state, PEERS[:1]))
+    winner.grow(2)
+    own = loser.grow(4)
+    with monkeypatch.context() as patch:
+        strike(patch, ChainLog, "append", 0)
+        with pytest.raises(Killed):
+            loser.take_over(winner, place)
+    loser = loser.crash()
+    assert loser.store.state.base.round == place.round
+    assert loser.store.left is not None
+    assert loser.store.left.resuming, "before a machine starts at the branching and takes it for the lineage followed"
+    loser.store.resume_left(loser.snapshots)
+    assert loser.store.state == own
+    loser.store.close()
+    winner.store.close()
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [

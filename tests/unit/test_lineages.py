@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from chain_samples import CheapKeyring, make_rules, peers
 
 from protocol import chain, wire
-from protocol.events import CatchUp, Effect, LearnLineage, LineageLearned, LineageUnproven, Received, Tick
+from protocol.events import (
+    CatchUp,
+    Effect,
+    LearnLineage,
+    LineageLearned,
+    LineageResumed,
+    LineageUnproven,
+    Received,
+    Tick,
+)
 from protocol.lineages import Lineages, Place, Position, Side
 from protocol.messages import Heartbeat
 from protocol.names import Base, PeerId, digest
@@ -75,6 +86,15 @@ def test_all_come_to_the_same_verdict(me: str) -> None:
     verdict = tree(me, RED_COURSE, BLUE_COURSE, on).choose(where[me], heard)
     assert verdict is not None
     assert verdict.lineage == min(RED, BLUE)
+
+
+def test_what_others_have_told_is_not_forgotten_for_a_place_that_is_known_without_its_commit() -> None:
+    lineages = tree("A", RED_COURSE, BLUE_COURSE)
+    heard = at(B=(RED, 6), C=(BLUE, 5), D=(BLUE, 5))
+    before = lineages.choose((RED, 6), heard)
+    lineages.learn([place(RED, 5, "AB"), place(RED, 6, "AB", A=10)])
+    assert lineages.choose((RED, 6), heard) == before
+    assert lineages._places[RED][5].tokens == {"A": 10, "B": 10}
 
 
 def test_who_is_behind_the_branching_counts_for_no_child() -> None:
@@ -214,6 +234,59 @@ def test_the_loser_follows_when_the_verdict_has_held_for_its_time() -> None:
     effects = peer.handle(Tick(), RULES.settle_s + 0.1)
     (follow,) = [effect for effect in effects if isinstance(effect, CatchUp)]
     assert follow.lineage == other
+
+
+def test_a_winner_that_is_heard_and_commits_nothing_is_left_again() -> None:
+    own = Base(**{**fields(STATE.base), "lineage": digest(b"mine")})
+    peer = PeerMachine(
+        rules=RULES,
+        me=FIVE[0],
+        keyring=CheapKeyring(FIVE[0]),
+        state=chain.ChainState(
+            base=STATE.base, members=tuple(one for one in STATE.members if one[0] != FIVE[0]), electors=FIVE[1:]
+        ),
+        journal=None,
+        journal_lost=False,
+        wants_membership=True,
+        incarnation=bytes(16),
+        now_s=0.0,
+        left=own,
+    )
+    now_s, resumed_s = 0.0, None
+    while resumed_s is None and now_s < 4 * 3600.0:
+        now_s += 3.0
+        for elector in FIVE[1:]:
+            effects = beat(peer, elector, STATE.base.lineage, 0, now_s)
+            if any(isinstance(effect, LineageResumed) for effect in effects):
+                resumed_s = now_s
+    assert resumed_s is not None
+    assert RULES.fork_timeout_s < resumed_s < 3600.0
+
+
+def test_who_lost_its_journal_votes_in_no_lineage_before_it_was_out_of_its_members() -> None:
+    def life(state: chain.ChainState, journal: bytes | None, *, lost: bool) -> PeerMachine:
+        return PeerMachine(
+            rules=RULES,
+            me=FIVE[0],
+            keyring=CheapKeyring(FIVE[0]),
+            state=state,
+            journal=journal,
+            journal_lost=lost,
+            wants_membership=True,
+            incarnation=bytes(16),
+            now_s=0.0,
+        )
+
+    def written(peer: PeerMachine) -> bytes:
+        return [effect.journal for effect in peer.handle(Tick(), 0.0) if isinstance(effect, Persist)][-1]
+
+    elsewhere = replace(STATE, base=Base(**{**fields(STATE.base), "lineage": digest(b"elsewhere")}))
+    out = replace(elsewhere, members=STATE.members[1:], electors=FIVE[1:])
+    first = life(STATE, None, lost=True)
+    there = life(elsewhere, written(first), lost=False)
+    assert not first.standing.voting
+    assert not there.standing.voting, "what was promised there may be forgotten as well"
+    assert life(out, written(life(STATE, None, lost=True)), lost=False).standing.voting
 
 
 def fields(base: Base) -> dict[str, object]:
