@@ -15,6 +15,7 @@ from protocol.events import (
     LineageLearned,
     LineageResumed,
     LineageUnproven,
+    Persist,
     Received,
     Tick,
 )
