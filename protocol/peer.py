@@ -401,8 +401,9 @@ class PeerMachine:
         """All of E′ signed: this peer is on the new lineage, same round and state, and voteless in the old one."""
         old = self.state.base
         self._barred = barred_with(self._barred, old.lineage)
-        if self.standing.voting:
-            # Born with my signature, which a life that had promised anything in it would not have given again.
+        mine = self.reforming.mine
+        if mine is not None and mine.message.k == reformed.reform.k:
+            # Born with a signature that I remember: nothing was promised in it before.
             self._knows_past_in(chain.lineage_of(reformed))
         state = chain.reform_state(self.state, self.rules, reformed)
         proof = self.outbox.sign(reformed)
