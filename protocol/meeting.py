@@ -80,8 +80,12 @@ class Meeting:
             self.lineages.born(lineage, place)
         self.lineages.learn(event.mine)
         self.lineages.learn(event.theirs)
-        inquiry = self._inquiries.get(event.peer)
-        if inquiry is not None:
+        inquiry, heard = self._inquiries.get(event.peer), self.standing.fresh.get(event.peer)
+        if inquiry is None:
+            return
+        if heard is not None and not self.lineages.proven(_position(heard.base)):
+            self.unproven(event.peer)  # what it has shown is true, and not what it says of itself
+        else:
             inquiry.open_until_s, inquiry.failures = None, 0
 
     def unproven(self, peer: PeerId) -> None:

@@ -48,7 +48,7 @@ class Store:
 
     def __init__(self, directory: Path, rules: Rules, keyring: Keyring) -> None:
         self._directory = directory
-        self._rules = rules
+        self.rules = rules
         self._records = Follower(rules, keyring)
         self._index = ChainIndex(rules)
         self._lock = threading.RLock()
@@ -65,12 +65,12 @@ class Store:
             if self._log is not None:
                 return
             self._directory.mkdir(parents=True, exist_ok=True)
-            chain_log = ChainLog(self._directory / "chain.log", self._rules.run)
+            chain_log = ChainLog(self._directory / "chain.log", self.rules.run)
             try:
                 self._read(chain_log)
             except BaseException:
                 chain_log.close()
-                self._index = ChainIndex(self._rules)  # the next try begins anew
+                self._index = ChainIndex(self.rules)  # the next try begins anew
                 raise
             self._log = chain_log
             self._load_left()
@@ -154,20 +154,21 @@ class Store:
 
     def _state_behind(self, position: int, *, verify: bool = False) -> ChainState:
         """Where the chain stood behind the first `position` records."""
-        state, start = genesis(self._rules), 0
-        if not verify:
-            start = max((count for count in self._index.states if count <= position), default=0)
-            if start:
-                state = with_hash(self._index.states[start], self._index.entries[start - 1].after.state_hash)
-        for entry in self._index.entries[start:position]:
-            body = self._body(entry)
+        state, start = genesis(self.rules), 0
+        with self._lock:
+            if not verify:
+                start = max((count for count in self._index.states if count <= position), default=0)
+                if start:
+                    state = with_hash(self._index.states[start], self._index.entries[start - 1].after.state_hash)
+            entries = tuple(self._index.entries[start:position])
+        for entry, body in self._bodies(start, entries):
             if verify:
                 self._records.verified(state, entry.kind.to_bytes(1, "little") + body)
             if entry.kind is FrameKind.COMMIT:
                 commit = decode_commit(body)
                 state = self._records.after_commit(vouched(state, commit.roster.message.base), commit)
             else:
-                state = reform_state(state, self._rules, decode_body(Reformed, body))
+                state = reform_state(state, self.rules, decode_body(Reformed, body))
             state = with_hash(state, entry.after.state_hash)
         return state
 
@@ -197,7 +198,7 @@ class Store:
             if any(entry.after.lineage == lineage for entry in self._index.entries):
                 return
             self._certify(reformed.reform.base)
-            state = reform_state(self._index.state, self._rules, reformed)
+            state = reform_state(self._index.state, self.rules, reformed)
             self._push(FrameKind.REFORM, self._write(FrameKind.REFORM, encode_body(reformed)), state)
 
     def extend(self, records: Sequence[bytes], tip_state_hash: Digest) -> None:
@@ -215,7 +216,7 @@ class Store:
                     state = self._records.after_commit(self._index.state, content)
                 else:
                     self._certify(content.reform.base)
-                    state = reform_state(self._index.state, self._rules, content)
+                    state = reform_state(self._index.state, self.rules, content)
                 self._push(kind, self._write(kind, record[1:]), state)
             if self._index.hash_is_open:
                 self._index.state = with_hash(self._index.state, tip_state_hash)
@@ -255,23 +256,32 @@ class Store:
                 state, place = with_hash(state, mine.state_hash), mine
             return place, len(records)
 
-    def course(self, place: Base) -> tuple[Place, ...]:
-        """Every place of this chain from `place` to its tip. Raises `StoreError` if `place` is not on it.
+    def course(self, state: ChainState, count: int) -> tuple[ChainState, tuple[Place, ...]]:
+        """The next `count` places of this chain behind `state`, and where it stood at the last: fewer at its tip.
 
-        It reads all records behind `place`; others may use the store meanwhile.
+        Others use the store meanwhile: nothing is decoded under its lock. Raises `StoreError` if `state` is not on it.
         """
         with self._lock:
-            position = self._index.position_of(place)
-            state = self._state_behind(position)
-            entries = tuple(self._index.entries[position:])
-        places = [Place.of(state, self._rules)]
-        for entry in entries:
-            with self._lock:
-                body = self._body(entry)
+            position = self._index.position_of(state.base)
+            entries = tuple(self._index.entries[position : position + count])
+        places = []
+        for entry, body in self._bodies(position, entries):
             commit = decode_commit(body) if entry.kind is FrameKind.COMMIT else None
             state = self._records.followed(state, commit or decode_body(Reformed, body))
-            places.append(Place.of(state, self._rules, commit))
-        return tuple(places)
+            state = with_hash(state, entry.after.state_hash)
+            places.append(Place.of(state, self.rules, commit))
+        return state, tuple(places)
+
+    def _bodies(self, position: int, entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
+        """Each of `entries`, which lie from `position` on, with its record. Raises `StoreError` if they do no more."""
+        for number, entry in enumerate(entries, position):
+            with self._lock:
+                # A record that was mended moves those behind it; a lineage that is left takes them away.
+                now = self._index.entries[number] if number < len(self._index.entries) else None
+                if now is None or (now.after.prev, now.after.lineage) != (entry.after.prev, entry.after.lineage):
+                    raise StoreError(f"the chain here was left behind round {entry.round} while it was read; try again")
+                body = self._body(now)
+            yield entry, body
 
     def bases_after(self, place: Base) -> tuple[Base, ...]:
         """Where the chain stood behind each record that follows `place`. Raises `StoreError` if that is not on it."""
@@ -285,14 +295,14 @@ class Store:
         for record in records:
             _, content = self._records.verified(state, record)
             state = self._records.followed(state, content)
-            places.append(Place.of(state, self._rules, content if isinstance(content, Commit) else None))
+            places.append(Place.of(state, self.rules, content if isinstance(content, Commit) else None))
         return state, tuple(places)
 
     def state_at(self, place: Base) -> ChainState:
-        """Where the chain stood at `place`. Raises `StoreError` if that is not on the chain here."""
+        """Where the chain stood at `place`, decoded without the lock. Raises `StoreError` if it is not on the chain."""
         with self._lock:
             position = self._index.position_of(place)
-            return self._state_behind(position)
+        return self._state_behind(position)
 
     def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
         """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).
@@ -335,7 +345,7 @@ class Store:
         with self._lock:
             if self._left is None:
                 return None
-            lost = self.left_files.lost(self._left, self._rules, me, self._index.state.base.lineage)
+            lost = self.left_files.lost(self._left, self.rules, me, self._index.state.base.lineage)
             self._forget_left()
             return lost
 
@@ -511,7 +521,7 @@ class Store:
             case FrameKind.REFORM:
                 reformed = decode_body(Reformed, frame.payload)
                 self._certify(reformed.reform.base)
-                self._push(frame.kind, frame.offset, reform_state(self._index.state, self._rules, reformed))
+                self._push(frame.kind, frame.offset, reform_state(self._index.state, self.rules, reformed))
             case FrameKind.APPLIED:
                 if len(frame.payload) != DIGEST_BYTES:
                     raise StoreError(f"a state hash of {len(frame.payload)} bytes lies in the chain log")
@@ -548,7 +558,7 @@ class Store:
 
     def _load(self, chain_log: ChainLog) -> int:
         """Where to read on in the log: behind what the checkpoint holds, or at the log's first frame."""
-        found = load_checkpoint(self._directory / "chain.checkpoint", chain_log, self._rules.run)
+        found = load_checkpoint(self._directory / "chain.checkpoint", chain_log, self.rules.run)
         if found is None:
             return HEADER_BYTES
         self._index.take(found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import trio
@@ -45,6 +47,15 @@ class Liar(OnePeer):
     async def request(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         self.requests += 1
         return rpc.encode(rpc.ChainPage(known=True, records=(b"\x01nonsense",), more=True))
+
+
+class Denier(OnePeer):
+    """Denies all but the run's beginning, and has nothing behind that."""
+
+    async def request(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        self.requests += 1
+        asked = rpc.decode(payload, rpc.ChainRequest)
+        return rpc.encode(rpc.ChainPage(known=asked.round == 0))
 
 
 class Mute(OnePeer):
@@ -127,3 +138,71 @@ def test_nonsense_and_silence_prove_nothing(stores: tuple[Store, Store], monkeyp
     monkeypatch.setattr("node.daemon.lineage_probe.PROBE_TIMEOUT_S", 0.05)
     assert isinstance(trio.run(partial(_learn, mine, Mute(theirs))), LineageUnproven)
     assert mine.state == tip
+
+
+def test_a_stranger_that_shows_nothing_has_nothing_of_this_chain_decoded(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = stores
+
+    def refuse(*_: object) -> object:
+        raise AssertionError("a record of this chain is decoded for a peer that has shown none")
+
+    monkeypatch.setattr(mine, "_body", refuse)
+    denier = Denier(theirs)
+    learned = trio.run(partial(_learn, mine, denier))
+    assert isinstance(learned, LineageLearned)
+    assert learned.theirs == ()
+    assert denier.requests < 12
+    liar = Liar(theirs)
+    liar.answers = denier.answers
+    monkeypatch.undo()
+    monkeypatch.setattr(mine, "course", refuse)
+    assert isinstance(trio.run(partial(_learn, mine, liar)), LineageUnproven)
+
+
+def test_nothing_is_decoded_under_the_lock(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = stores
+    original = mine._records.followed
+
+    def followed(*arguments: Any) -> chain.ChainState:
+        taken = threading.Thread(target=lambda: mine.state_hash_at(3), daemon=True)
+        taken.start()
+        taken.join(5.0)
+        assert not taken.is_alive(), "a record is decoded while nobody else may use the chain"
+        return original(*arguments)
+
+    follower = SimpleNamespace(
+        followed=followed, after_commit=mine._records.after_commit, verified=mine._records.verified
+    )
+    monkeypatch.setattr(mine, "_records", follower)
+    monkeypatch.setattr(mine._index, "states", {})
+    assert isinstance(trio.run(partial(_learn, mine, OnePeer(theirs))), LineageLearned)
+
+
+@pytest.mark.parametrize("branch", [0, 1, 9, 24, 37, 40])
+def test_the_branching_is_found_in_few_questions_however_deep(tmp_path: Path, branch: int) -> None:
+    mine, theirs = Store(tmp_path / "mine", RULES, KEYRING), Store(tmp_path / "theirs", RULES, KEYRING)
+    for store in (mine, theirs):
+        store.open()
+        grow(store, branch)
+    theirs.append_reform(make_reform(theirs.state, peers(1)))
+    grow(theirs, 3)
+    grow(mine, 40 - branch)
+    for store, other in ((mine, theirs), (theirs, mine)):
+        network = OnePeer(other)
+        learned = trio.run(partial(_learn, store, network))
+        assert isinstance(learned, LineageLearned)
+        if branch < 40:
+            assert learned.mine[0] == learned.theirs[0]
+            assert learned.mine[0].round == branch
+        assert network.requests <= 20
+    for store in (mine, theirs):
+        store.close()
+
+
+def test_who_branches_too_far_back_proves_nothing(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = stores
+    monkeypatch.setattr("node.daemon.lineage_probe.MAX_PLACES", 2)
+    monkeypatch.setattr("node.daemon.lineage_probe.SHARED_RECORDS", 2)
+    assert isinstance(trio.run(partial(_learn, mine, OnePeer(theirs))), LineageUnproven)

@@ -203,6 +203,17 @@ def test_a_lineage_is_proven_before_it_counts_and_liars_are_asked_ever_more_seld
     assert asked_s[-1] - asked_s[-2] > 60.0
 
 
+def test_who_shows_a_chain_that_is_not_the_one_it_names_is_asked_ever_more_seldom() -> None:
+    peer = machine(FIVE[0])
+    asked, now_s = 0, 0.0
+    while now_s < 600.0:
+        now_s += 1.0
+        if inquiries(beat(peer, "Stranger", digest(b"invented"), 9, now_s)):
+            asked += 1
+            peer.handle(LineageLearned(peer="Stranger"), now_s)
+    assert 5 <= asked <= 10
+
+
 def test_strangers_do_not_use_up_the_inquiries_of_members() -> None:
     peer = machine(FIVE[0])
     effects = [effect for number in range(50) for effect in beat(peer, f"S{number}", digest(b"invented"), 9, 0.0)]
