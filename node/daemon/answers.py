@@ -20,6 +20,7 @@ class Answers:
         self._store = store
         self.engine: EngineClient | None = None
         self.inventory: api.Inventoried | None = None
+        self.catching_up = False
 
     def serve(self, network: Network) -> None:
         network.serve(rpc.TIP, self._tip)
@@ -38,6 +39,7 @@ class Answers:
                 state_hash=base.state_hash,
                 snapshots=tuple(rpc.SnapshotOffer(round=one.round, state_hash=one.state_hash) for one in snapshots),
                 part_rounds=inventory.part_rounds if inventory is not None else (),
+                catching_up=self.catching_up,
             )
         )
 

@@ -38,6 +38,8 @@ SNAPSHOT_TIMEOUT_S = 3600.0
 RETRY_S = 2.0
 PACE_EVERY_S = 10.0
 """How often a long replay looks how far the run is."""
+STUCK_S = 1.5 * SNAPSHOT_TIMEOUT_S
+"""A winner that goes on and never gives its state away holds this node no longer than that without a nearer state."""
 SNAPSHOT_COSTS_ROUNDS = 8
 """A snapshot is 8 bytes a parameter, a round's parts about one: nearer than this, replaying is cheaper."""
 
@@ -122,20 +124,27 @@ class CatchUp:
 
         `lineage`: the one that won (`protocol.lineages`): if this node's chain is not part of it, what is behind the
         branching is left. Without it a chain only grows. Retries while something is missing; `status` says what.
-        Raises `WinnerGone` when a lineage was left and nobody of the other has been there for `T_fork`.
+        Raises `WinnerGone` when a lineage was left and nobody who has the other's state has been there for `T_fork`, or
+        no nearer state came for `STUCK_S`.
         """
         self._no_help.clear()
         self._pace.begin()
         self._held = held
-        there_s = trio.current_time()
+        there_s = nearer_s = trio.current_time()
+        nearest = self._held
         while True:
             tips = await self._ask_tips()
             self._measure(tips)
-            followed_lineage = self._store.state.base.lineage
-            if self._store.left is None or any(tip.tip.lineage == followed_lineage for tip in tips):
-                there_s = trio.current_time()
-            elif trio.current_time() > there_s + self._rules.fork_timeout_s:
-                raise WinnerGone(f"nobody of lineage {followed_lineage.hex()[:8]} is connected any more")
+            name, now_s = self._store.state.base.lineage, trio.current_time()
+            # Other losers follow the same chain, and lack what is missing here.
+            if self._store.left is None or any(tip.tip.lineage == name and not tip.tip.catching_up for tip in tips):
+                there_s = now_s
+            if self._store.left is None or self._held != nearest:
+                nearest, nearer_s = self._held, now_s
+            if now_s > there_s + self._rules.fork_timeout_s:
+                raise WinnerGone(f"nobody who has the state of lineage {name.hex()[:8]} is connected any more")
+            if now_s > nearer_s + max(STUCK_S, self._rules.fork_timeout_s):
+                raise WinnerGone(f"nobody of lineage {name.hex()[:8]} has given its state for {now_s - nearer_s:.0f} s")
             try:
                 for tip in self._worth_following(tips, lineage):
                     won = tip.tip.lineage == lineage != self._store.state.base.lineage

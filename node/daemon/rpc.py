@@ -40,6 +40,8 @@ class Tip(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: tuple[SnapshotOffer, ...] = ()
     part_rounds: tuple[int, ...] = ()
     """Rounds whose parts its engine still holds."""
+    catching_up: bool = False
+    """It has followed this chain, and not yet its state: it lacks what others lack."""
 
 
 class ChainRequest(msgspec.Struct, frozen=True, kw_only=True):

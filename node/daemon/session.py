@@ -368,7 +368,9 @@ class RunSession:
         lineage: Digest | None = None
         while True:
             try:
+                self._answers.catching_up = True
                 state = await catch_up.run(held, lineage)
+                self._answers.catching_up = False
             except WinnerGone as gone:
                 log.warning("the lineage that was left is resumed", why=str(gone))
                 await self._resume_left()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from run_samples import VALID
 
 from node.daemon import rpc
 from node.daemon.answers import Answers
-from node.daemon.catch_up import CatchUp, HeldState, is_ahead
+from node.daemon.catch_up import CatchUp, HeldState, WinnerGone, is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
@@ -26,6 +26,7 @@ from node.engine import api
 from protocol import chain
 from protocol.chain import ChainState, genesis
 from protocol.names import PeerId, digest, encode_integer
+from protocol.rules import Rules
 
 pytestmark = pytest.mark.slow
 
@@ -151,9 +152,10 @@ async def catch_up(
     lineage: bytes | None = None,
     state_hash: bytes | None = None,
     observations: Observations | None = None,
+    rules: Rules = RULES,
 ) -> ChainState:
     catching = CatchUp(
-        rules=RULES,
+        rules=rules,
         manifest=VALID,
         keyring=KEYRING,
         network=cast(Network, network),
@@ -293,3 +295,51 @@ def test_a_joiner_slower_than_the_run_says_so_and_gets_in_when_it_can(
     monkeypatch.setattr("node.daemon.pace.JUDGED_AFTER_S", 0.2)
     monkeypatch.setattr("node.daemon.catch_up.PACE_EVERY_S", 0.1)
     trio.run(partial(_a_slow_joiner, stores))
+
+
+def leave_for(theirs: Store, mine: Store) -> bytes:
+    """Mine has followed the lineage of `theirs` from the second round on, and has nothing of its state."""
+    for store in (theirs, mine):
+        assert store.state.base.round == 2
+    theirs.append_reform(make_reform(theirs.state, peers(1)[:1]))
+    mine.append_reform(make_reform(mine.state, peers(2)[1:2]))
+    for store in (theirs, mine):
+        commit = plain_commit(store.state, RULES)
+        store.append_commit(commit, chain.commit_hash(store.state, RULES, commit))
+        store.mark_applied(3, step(store.state, RULES, commit).base.state_hash)
+    place = STATES[2].base
+    found = theirs.records_after(round_number=2, prev=place.prev, lineage=place.lineage, limit_bytes=10**9)
+    assert found is not None
+    mine.switch(place, found[0], theirs.state.base.state_hash)
+    assert mine.left is not None
+    return theirs.state.base.lineage
+
+
+class Withheld(Engine):
+    """No part is ever to be had."""
+
+    async def fetch_parts(
+        self, *, headers: tuple[api.PartRef, ...], sources: tuple[str, ...], timeout_s: float
+    ) -> api.PartsFetched:
+        return api.PartsFetched(id=1, missing=(0,))
+
+
+@pytest.mark.parametrize("who", ["another loser", "a winner that gives nothing"])
+def test_a_winner_whose_state_cannot_be_had_is_left_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    mine, theirs = Store(tmp_path / "mine", RULES, KEYRING), Store(tmp_path / "theirs", RULES, KEYRING)
+    for store in (mine, theirs):
+        store.open()
+        grow(store, 2)
+    lineage = leave_for(theirs, mine)
+    network = OnePeer(theirs)
+    network.answers.catching_up = who == "another loser"
+    stuck_s = 60.0 if who == "another loser" else 0.5
+    monkeypatch.setattr("node.daemon.catch_up.STUCK_S", stuck_s)
+    monkeypatch.setattr("node.daemon.catch_up.RETRY_S", 0.01)  # in real time, for the disks' threads
+    why = "nobody who has the state" if who == "another loser" else "has given its state for"
+    with pytest.raises(WinnerGone, match=why):
+        trio.run(partial(catch_up, mine, network, Withheld(), None, lineage, rules=replace(RULES, fork_timeout_s=0.3)))
+    for store in (mine, theirs):
+        store.close()
