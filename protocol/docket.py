@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from protocol import chain, planning
+from protocol import chain, planning, wire
 from protocol.chain import ChainState
 from protocol.events import Convicted, Misbehaved, PartRecomputed, RecomputePart, Verdict
 from protocol.evidence import check_evidence, evidence_of, wrong_mean
@@ -25,6 +25,14 @@ from protocol.presence import Presence
 from protocol.rules import Rules
 
 CULPRITS_KEPT: Final = 64
+CONVICTIONS_SAVED: Final = 8
+"""In the journal; the newest."""
+CONCERNS_ROUNDS: Final = 8
+"""For so many rounds after its own a wrong mean can be recomputed by others and carried in a ROSTER: as long as
+commits are remembered (`following.COMMITS_KEPT`)."""
+TOLD_KEPT: Final = 1024
+TELLING_DOUBLINGS: Final = 6
+"""A peer that stays elsewhere is told again after 1, 2, … at most 2^6 repetition periods."""
 CLAIMS_KEPT: Final = 16
 """Of wrong means that others told of; each costs a part's bytes to check."""
 CLAIMS_PER_ACCUSER: Final = 2
@@ -73,6 +81,10 @@ class Docket:
         self.commit_of: CommitOf = lambda _: None
         self.state: ChainState
         self._convicted: dict[PeerId, _Conviction] = {}
+        self._told: dict[PeerId, tuple[int, float]] = {}
+        """Who was told of them one by one: how often, and when again at the earliest."""
+        self.unsaved = False
+        """A conviction is not in the journal yet."""
         self._claims: dict[tuple[Digest, int], _Claim] = {}
         self._audits: dict[tuple[Digest, int], Commit] = {}
         """Parts that I recompute by lot."""
@@ -88,6 +100,12 @@ class Docket:
     def __contains__(self, peer: object) -> bool:
         """Whether `peer` was caught: by what I verified, or by the chain."""
         return peer != self.me and (peer in self._convicted or peer in self.state.banned)
+
+    def unheard(self, peer: PeerId) -> bool:
+        """Whether I do not even count `peer` as live. A ban of the chain alone takes its voice, not its presence:
+        lineages are compared by who is live, with others in whose chain there is no such ban.
+        """
+        return peer != self.me and peer in self._convicted
 
     def for_roster(self, *, carried: Collection[Evidence] = ()) -> tuple[Evidence, ...]:
         """What a ROSTER of mine carries.
@@ -111,7 +129,8 @@ class Docket:
         if evidence.offence is not Offence.WRONG_MEAN:
             return self._concerns(evidence)
         return (
-            evidence not in carried
+            self._concerns(evidence)
+            and evidence not in carried
             and self._committed(evidence) is not None
             and self.outbox.due(conviction.since_s + 2 * self.rules.grace_s)
         )
@@ -224,6 +243,21 @@ class Docket:
 
     # ------------------------------------------------------------ recomputing
 
+    def learn(self, commit: Commit) -> None:
+        """What a commit's evidence shows by itself I know from now on, too, for those in whose lineage it is not."""
+        for evidence in commit.roster.message.evidence:
+            if evidence.offence is not Offence.WRONG_MEAN and evidence.culprit not in self._convicted:
+                self._know(evidence)
+
+    def _know(self, evidence: Evidence) -> None:
+        while len(self._convicted) >= CULPRITS_KEPT:
+            self._convicted.pop(next(iter(self._convicted)))
+        self._convicted[evidence.culprit] = _Conviction(evidence=evidence, since_s=self.outbox.now_s)
+        self._told.clear()
+        self.unsaved = True
+        if evidence.culprit != self.me:
+            self.presence.forget(evidence.culprit)
+
     def audit(self, before: ChainState, commit: Commit, commit_hash: Digest) -> None:
         """After my commit: recompute one part of others', drawn by `H(commit, me)`, if I was an elector. Where only one
         votes, the other members audit it.
@@ -256,6 +290,7 @@ class Docket:
 
     def advance(self) -> None:
         """Ask for the next claim's recomputation, one at a time."""
+        self._expire()
         if any(claim.asked for claim in self._claims.values()):
             return
         for claim in self._claims.values():
@@ -274,7 +309,6 @@ class Docket:
     def begin(self, state: ChainState) -> None:
         """A round begins on `state`: forget what it settled, say again what it did not."""
         self.state = state
-        self._convicted = {peer: known for peer, known in self._convicted.items() if peer not in state.banned}
         self._claims = {
             key: claim
             for key, claim in self._claims.items()
@@ -286,19 +320,75 @@ class Docket:
 
     def _concerns(self, evidence: Evidence) -> bool:
         """Whether the run can leave this culprit out: a member, or one that a commit has counted on as a root."""
-        return chain.member(self.state, evidence.culprit) is not None or evidence.offence is Offence.WRONG_MEAN
+        if evidence.culprit in self.state.banned:
+            return False
+        if evidence.offence is Offence.WRONG_MEAN:
+            return not self._too_old(evidence)
+        return chain.member(self.state, evidence.culprit) is not None
+
+    def _too_old(self, evidence: Evidence) -> bool:
+        """A wrong mean that nobody can recompute or carry any more."""
+        return evidence.base is not None and self.state.base.round > evidence.base.round + CONCERNS_ROUNDS
+
+    def _expire(self) -> None:
+        """Listen again to whoever only I could convict: others never will, and two views of who lives must not last.
+
+        It is still a member here, or somebody goes on with it in another lineage. Where nobody does, it stays out.
+        """
+        old = [peer for peer, known in self._convicted.items() if self._too_old(known.evidence)]
+        if not old:
+            return
+        mine = self.state.base.lineage
+        others = self.presence.fresh(self.outbox.now_s).items()
+        apart = any(heard.base.lineage != mine and peer not in self for peer, heard in others)
+        for peer in old:
+            if apart or chain.member(self.state, peer) is not None:
+                del self._convicted[peer]
+                self.unsaved = True
+
+    def tell(self, peer: PeerId, *, anew: bool) -> None:
+        """`peer` comes anew, or is in another lineage than I: it may never have heard of those whom I do not hear.
+
+        Who lives is what lineages are compared by, so it must know. Seldom, and ever more so.
+        """
+        if not self._convicted or peer in self:
+            return
+        times, next_s = (0, 0.0) if anew else self._told.get(peer, (0, 0.0))
+        if self.outbox.now_s < next_s:
+            return
+        pause_s = self.rules.resend_s * 2 ** min(times, TELLING_DOUBLINGS)
+        self._told.pop(peer, None)
+        while len(self._told) >= TOLD_KEPT:
+            self._told.pop(next(iter(self._told)))
+        self._told[peer] = (times + 1, self.outbox.now_s + pause_s)
+        known = [one.evidence for culprit, one in self._convicted.items() if culprit not in (self.me, peer)]
+        for evidence in [one for one in known if not self._too_old(one)][-MAX_EVIDENCE:]:
+            self.outbox.send(peer, self.outbox.sign(evidence))
+
+    # ------------------------------------------------------------ across a restart
+
+    def saved(self) -> tuple[bytes, ...]:
+        """For the journal."""
+        self.unsaved = False
+        known = [one.evidence for culprit, one in self._convicted.items() if culprit != self.me]
+        return tuple(wire.encode(self.outbox.sign(evidence)) for evidence in known[-CONVICTIONS_SAVED:])
+
+    def restore(self, saved: Collection[bytes]) -> None:
+        """What an earlier life has verified; raises `wire.WireError` where it was written in another form."""
+        for envelope in saved:
+            signed: Signed[Any] = wire.decode(envelope)
+            if isinstance(signed.message, Evidence) and signed.sender == self.me:
+                evidence = signed.message
+                self._convicted[evidence.culprit] = _Conviction(evidence=evidence, since_s=self.outbox.now_s)
 
     def _convict(self, evidence: Evidence) -> None:
         """Verified here. Told to everyone once; the culprit is not listened to from now on."""
         culprit = evidence.culprit
         if culprit in self or culprit in self._convicted or not self._concerns(evidence):
             return
-        while len(self._convicted) >= CULPRITS_KEPT:
-            self._convicted.pop(next(iter(self._convicted)))
-        self._convicted[culprit] = _Conviction(evidence=evidence, since_s=self.outbox.now_s)
+        self._know(evidence)
         self.outbox.emit(Convicted(evidence=evidence))
         if culprit != self.me:
-            self.presence.forget(culprit)
             self._believe_no_more(culprit)
             self.outbox.broadcast(self.outbox.sign(evidence))
 

@@ -75,6 +75,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A journal was lost: what it held may have bound me in any lineage, so all are barred but those of `rejoined`."""
     rejoined: tuple[Digest, ...] = ()
     """Lineages whose members I was not among since the loss; whatever was promised there before binds no more."""
+    convicted: tuple[bytes, ...] = ()
+    """Envelopes of evidence that I have verified, signed by me: what it took to recompute a mean may be gone."""
 
     def encode(self) -> bytes:
         payload = msgspec.msgpack.encode(self)
@@ -113,6 +115,7 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True):
     past_unknown: bool = False
     rejoined: tuple[Digest, ...] = ()
     """As in `Journal`."""
+    convicted: tuple[bytes, ...] = ()
 
 
 def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
@@ -140,4 +143,11 @@ def promises_at(base: Base, data: bytes | None, *, lost: bool) -> Promises:
         journal, barred = Journal(), barred_with(promised.barred, promised.lineage)
         forgotten = base.lineage in barred or (unknown and base.lineage not in rejoined)
         fence = UNKNOWN_PAST if forgotten else -1
-    return Promises(journal=journal, fence=fence, barred=barred, past_unknown=unknown, rejoined=rejoined)
+    return Promises(
+        journal=journal,
+        fence=fence,
+        barred=barred,
+        past_unknown=unknown,
+        rejoined=rejoined,
+        convicted=promised.convicted,
+    )

@@ -131,7 +131,8 @@ class PeerMachine:
         self._early = EarlyMail()
         self._previous: Round | None = None
         """The round that my last commit ended."""
-        self._foreign_states: dict[Digest, set[PeerId]] = {}
+        self._foreign_states: dict[PeerId, Digest] = {}
+        """The state that each elector named last for my place in the chain, where it is not mine."""
         self.announcer = Announcer(self.standing, incarnation)
         self.follower = Follower(self.standing)
         self.meeting = Meeting(self.standing, state=state, follow=self.follower.catch_up, returns=returns)
@@ -140,6 +141,7 @@ class PeerMachine:
         self.finished = False
         promises = promises_at(state.base, journal, lost=journal_lost)
         try:
+            self.docket.restore(promises.convicted)
             self._resume(state, promises)
         except wire.WireError:
             # Whole, but of a version that wrote its messages in another form: as good as lost.
@@ -209,6 +211,8 @@ class PeerMachine:
         heard = self.standing.presence.repeated(event.from_peer, event.data, self.outbox.now_s)
         if heard is not None:
             self.past.help_along(event.from_peer, heard.base, self.state)
+            if heard.base.lineage != self.state.base.lineage:
+                self.docket.tell(event.from_peer, anew=False)
             return False
         try:
             signed: Signed[Any] = wire.decode(event.data)
@@ -224,7 +228,8 @@ class PeerMachine:
         if not wire.verify(self.keyring, signed):
             self._misbehaved(event.from_peer, f"handed over a message that {signed.sender} did not sign")
             return False
-        if signed.sender in self.docket and not isinstance(message, Fetch):
+        present = isinstance(message, Heartbeat) and not self.docket.unheard(signed.sender)
+        if signed.sender in self.docket and not present and not isinstance(message, Fetch):
             return False  # it may still learn what the run decided, but it has no say in it
         match message:
             case Evidence():
@@ -252,7 +257,10 @@ class PeerMachine:
         """A heartbeat that its own signer handed over: whether it says anything new."""
         if beat.base.run != self.rules.run:
             return False
-        if signed.sender not in self.standing.fresh:
+        anew = signed.sender not in self.standing.fresh
+        if anew or beat.base.lineage != self.state.base.lineage:
+            self.docket.tell(signed.sender, anew=anew)
+        if anew:
             # Heard for the first time: it need not wait for my next heartbeat to know me.
             self.outbox.send(signed.sender, self.announcer.heartbeat(self.state, self.round.attempt))
         news = self.standing.presence.note(signed.sender, beat, self.outbox.now_s, envelope)
@@ -315,11 +323,11 @@ class PeerMachine:
             return
         if mine.round == 0:
             return  # the manifest says what the first state is, and nobody else
-        named = self._foreign_states.setdefault(base.state_hash, set())
-        named.add(signed.sender)
-        if len(named) >= chain.quorum(self.state, self.rules):
+        self._foreign_states[signed.sender] = base.state_hash
+        named = sum(state_hash == base.state_hash for state_hash in self._foreign_states.values())
+        if named >= chain.quorum(self.state, self.rules):
             self.stopped = True
-            self.outbox.emit(StateCorrupt(base=mine, agreed=base.state_hash, electors=len(named)))
+            self.outbox.emit(StateCorrupt(base=mine, agreed=base.state_hash, electors=named))
 
     # ------------------------------------------------------------ content by hash
 
@@ -391,6 +399,7 @@ class PeerMachine:
         self.past.applied(before, commit)
         self.meeting.grew(state, commit)
         self._start_round(state, Journal(), -1)
+        self.docket.learn(commit)
         self.docket.audit(before, commit, state.base.prev)
 
     def _knows_past_in(self, lineage: Digest) -> None:
@@ -440,6 +449,8 @@ class PeerMachine:
             if self.state.base == base:
                 break
         self.docket.advance()
+        if self.docket.unsaved:
+            self._persist()
         self.announcer.beat(self.state, self.round.attempt)
         self.announcer.leave(self.state)
         # JOIN counts at the tip and one round behind it. That others claim a later round hinders nobody.
@@ -490,6 +501,7 @@ class PeerMachine:
             barred=self._barred,
             past_unknown=self._past_unknown,
             rejoined=self._rejoined,
+            convicted=self.docket.saved(),
         )
         self.outbox.emit(Persist(journal=journal.encode()))
 

@@ -159,7 +159,9 @@ class Round(Record):
                     if known.roster.attempt == signed.message.attempt:
                         self.standing.docket.compare(known.signed, signed)
             case Commit():
-                self._compare(signed.message)
+                # Nobody has verified its certificate: signatures are looked at for those who may ever have made one.
+                if signed.sender in self.state.electors:
+                    self._compare(signed.message)
             case _:
                 pass
 
@@ -168,7 +170,8 @@ class Round(Record):
         self.note_readys(commit.roster.message)
         for vote in commit.certificate.votes:
             mine = self.agreement.of(vote.sender, vote.message.attempt, vote.message.phase)
-            self.standing.docket.compare(mine, vote)
+            if mine is not None and mine.message.value != vote.message.value:
+                self.standing.docket.compare(mine, vote)
 
     def on_frozen(self, event: Frozen) -> None:
         """READY with what was frozen. It may replace a READY without work that went out meanwhile, never one with."""

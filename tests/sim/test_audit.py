@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -153,6 +154,51 @@ def test_who_is_locked_on_evidence_takes_along_those_who_cannot_recompute_it_any
     assert all(node.state.base.round >= goal for node in honest(world)), where(world)
     assert len({node.state.base.lineage for node in honest(world)}) == 1, where(world)
     assert left_out(world), where(world)
+
+
+@pytest.mark.parametrize("lie", ["two votes", "a mean that is none"])
+def test_who_missed_a_conviction_and_who_made_it_do_not_stay_apart(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two honest convicts the sole elector and goes on without it; the other was down, and stays with it.
+
+    The one does not hear the elector that the other counts as live. What shows by itself is told across lineages; a
+    wrong mean, which the other cannot recompute, is held against the elector only as long as anybody could.
+    """
+    monkeypatch.setitem(PROFILES, "sole", replace(PROFILES["calm"], max_electors=1))
+    with shared_work():
+        world = build("sole", 3, 3, trace=True)
+        world.start()
+        world.run(60.0, stop=lambda: world.furthest() >= 2 and world.together(2))
+        (elector,) = honest(world)[0].state.electors
+        liar = world.nodes[elector]
+        judge, absent = (node for node in world.nodes.values() if node is not liar)
+        world.hostile.add(elector)
+        boot = liar._boot
+        if lie == "two votes":
+            absent.kill()
+            for number in range(2):
+                judge.receive(a_vote(liar, number), elector)
+        else:
+            fabricates_means(liar)
+            world.run(world.now_s + 100.0, stop=lambda: bool(world.convictions))
+            absent.kill()
+            # From now on it is honest: nothing new shows to the other what it was.
+            liar.kill()
+            liar._boot = boot  # type: ignore[method-assign]
+            liar.start()
+        assert [who for who, _ in world.convictions] == [judge.peer]
+        born = judge.state.base.lineage
+        world.run(world.now_s + 200.0, stop=lambda: judge.state.base.lineage != born)
+        assert judge.state.base.lineage != born, where(world)
+        absent.start()
+        together = lambda: judge.state.base.lineage == absent.state.base.lineage  # noqa: E731
+        world.run(world.now_s + 600.0, stop=together)
+        assert together(), where(world)
+        goal = world.furthest() + 3
+        world.run(world.now_s + 200.0, stop=lambda: all(node.state.base.round >= goal for node in (judge, absent)))
+    assert all(node.state.base.round >= goal for node in (judge, absent)), where(world)
+    assert together(), where(world)
+    if lie == "two votes":
+        assert chain.member(judge.state, elector) is None
 
 
 def locked_on_evidence(node: Node) -> bool:

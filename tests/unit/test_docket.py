@@ -10,10 +10,11 @@ from chain_samples import CheapKeyring, make_commit, make_rules, peers, sign_rea
 
 from protocol import chain, wire
 from protocol.chain import ChainState
-from protocol.docket import CLAIMS_KEPT, CLAIMS_PER_ACCUSER, TRIES, Docket, is_flat
+from protocol.docket import CLAIMS_KEPT, CLAIMS_PER_ACCUSER, CONCERNS_ROUNDS, TELLING_DOUBLINGS, TRIES, Docket, is_flat
 from protocol.events import Convicted, Effect, Misbehaved, PartRecomputed, RecomputePart, Send, Verdict
 from protocol.evidence import evidence_of, wrong_mean
-from protocol.messages import Commit, Evidence, Message, Offence, Roster, Signed, Vote
+from protocol.following import COMMITS_KEPT
+from protocol.messages import Commit, Evidence, Heartbeat, Message, Offence, Roster, Signed, Vote
 from protocol.names import Digest, PeerId, digest
 from protocol.outbox import Outbox
 from protocol.plan import Plan, Shard
@@ -252,6 +253,99 @@ def test_a_voter_asks_for_what_a_roster_claims_and_says_so() -> None:
     bench.answer(Verdict.WRONG)
     assert bench.docket.unproven(with_evidence(CLAIM), accuser()) is None
     assert bench.docket.refuted(with_evidence(CLAIM)) is None
+
+
+# ---------------------------------------------------------------- who has not heard
+
+
+def sends(bench: Bench) -> list[PeerId | None]:
+    return [effect.to for effect in bench.effects() if isinstance(effect, Send)]
+
+
+def test_who_comes_anew_or_is_elsewhere_is_told_ever_more_seldom() -> None:
+    bench = Bench()
+    bench.docket.tell(accuser(), anew=True)
+    assert sends(bench) == [], "of nobody"
+    bench.docket.compare(*two_votes(CULPRIT))
+    bench.docket.begin(replace(STATE, members=tuple(one for one in STATE.members if one[0] != CULPRIT)))
+    bench.effects()
+    told = []
+    for second in range(1000):
+        bench.outbox.now_s = float(second)
+        bench.docket.tell(accuser(), anew=False)
+        told += sends(bench)
+    assert set(told) == {accuser()}
+    assert 4 <= len(told) <= 1000 / (RULES.resend_s * 2**TELLING_DOUBLINGS) + TELLING_DOUBLINGS + 2
+    bench.docket.tell(CULPRIT, anew=True)
+    assert sends(bench) == []
+
+
+def later(rounds: int) -> ChainState:
+    return replace(STATE, base=replace(STATE.base, round=BEFORE.base.round + rounds))
+
+
+def test_what_concerns_anyone_is_what_commits_are_remembered_for() -> None:
+    assert CONCERNS_ROUNDS == COMMITS_KEPT
+
+
+def test_what_a_commit_shows_by_itself_is_known_to_all_who_applied_it() -> None:
+    """A wrong mean in it is not: whoever could not recompute it has only the quorum's word."""
+    evidence = evidence_of(*two_votes(CULPRIT))
+    assert evidence is not None
+    bench = Bench(replace(STATE, banned=(CULPRIT,)))
+    bench.docket.learn(replace(COMMIT, roster=signed(with_evidence(CLAIM), ME)))
+    assert CULPRIT in bench.docket
+    assert not bench.docket.unheard(CULPRIT)
+    bench.docket.learn(replace(COMMIT, roster=signed(with_evidence(evidence), ME)))
+    assert bench.docket.unheard(CULPRIT)
+    assert bench.effects() == []
+
+
+def test_a_wrong_mean_that_nobody_can_recompute_any_more_expires() -> None:
+    bench = Bench()
+    bench.told(CLAIM, accuser())
+    bench.asked()
+    bench.answer(Verdict.WRONG)
+    bench.effects()
+    bench.docket.begin(later(CONCERNS_ROUNDS))
+    assert len(sends(bench)) == 1
+    bench.docket.advance()
+    assert CULPRIT in bench.docket
+    bench.docket.begin(later(CONCERNS_ROUNDS + 1))
+    assert sends(bench) == []
+    bench.docket.advance()
+    assert CULPRIT not in bench.docket
+
+
+def test_whom_a_reform_has_left_out_stays_out_while_nobody_goes_on_with_it() -> None:
+    bench = Bench()
+    bench.told(CLAIM, accuser())
+    bench.asked()
+    bench.answer(Verdict.WRONG)
+    old = later(CONCERNS_ROUNDS + 1)
+    bench.docket.begin(replace(old, members=tuple(one for one in old.members if one[0] != CULPRIT)))
+    bench.docket.advance()
+    assert CULPRIT in bench.docket
+    elsewhere = replace(old.base, lineage=digest(b"another"))
+    beat = Heartbeat(base=elsewhere, attempt=0, able=True, incarnation=b"i" * 16)
+    bench.docket.presence.note(accuser(), beat, 0.0)
+    bench.docket.advance()
+    assert CULPRIT not in bench.docket
+
+
+def test_what_was_verified_outlives_a_restart() -> None:
+    bench = Bench()
+    bench.told(CLAIM, accuser())
+    bench.asked()
+    bench.answer(Verdict.WRONG)
+    assert bench.docket.unsaved
+    saved = bench.docket.saved()
+    assert not bench.docket.unsaved
+    other = Bench()
+    other.docket.commit_of = lambda _: None
+    other.docket.restore(saved)
+    assert CULPRIT in other.docket
+    assert other.docket.unproven(with_evidence(CLAIM), accuser()) is None
 
 
 # ---------------------------------------------------------------- audits

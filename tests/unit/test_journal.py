@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -35,6 +36,7 @@ FULL = Journal(
     valid=ValidValue(attempt=3, roster=b"roster", headers=(b"header", None), certificate=(b"v", b"w")),
     reform=SignedReform(k=1, envelope=b"reform"),
     barred=(digest(b"old"),),
+    convicted=(b"evidence",),
 )
 
 
@@ -89,3 +91,13 @@ def test_a_lost_journal_binds_in_every_lineage_until_it_is_joined_anew() -> None
     rejoined = msgspec.structs.replace(written, rejoined=(first.lineage,))
     again = promises_at(first, rejoined.encode(), lost=False)
     assert (again.fence, again.rejoined) == (-1, (first.lineage,))
+
+
+def test_what_was_verified_is_remembered_wherever_the_chain_has_gone_since() -> None:
+    run, lineage = FULL.run, FULL.lineage
+    here = Base(run=run, lineage=lineage, round=8, prev=digest(b"prev"), state_hash=digest(b"state"))
+    elsewhere = replace(here, lineage=digest(b"another"))
+    for base in (here, elsewhere):
+        assert promises_at(base, FULL.encode(), lost=False).convicted == FULL.convicted
+    assert promises_at(replace(here, run=digest(b"another")), FULL.encode(), lost=False).convicted == ()
+    assert promises_at(here, FULL.encode(), lost=True).convicted == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from chain_samples import CheapKeyring, make_rules, peers, plain_commit, sign_ready, sign_roster, step
@@ -167,6 +168,29 @@ def test_alone_a_crash_anywhere_costs_at_most_an_attempt(dies_at: type) -> None:
         again.feed(Tick())
     assert again.machine.state.base.round == 1
     assert again.now_s < 60.0
+
+
+def test_a_late_commit_has_only_those_votes_verified_that_can_show_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has verified its certificate, and two signatures are looked at for each vote that is compared."""
+    solo = Solo(RULES)
+    solo.feed(solo.frozen())
+    previous = solo.machine._previous
+    assert previous is not None
+    assert previous.commit is not None
+    compared: list[Signed[Any]] = []
+    monkeypatch.setattr(solo.machine.docket, "compare", lambda first, second: compared.append(second))
+
+    def late(commit: Commit, sender: PeerId) -> int:
+        compared.clear()
+        previous.late(wire.sign(CheapKeyring(sender), sender, commit))
+        return sum(isinstance(signed.message, Vote) for signed in compared)
+
+    (vote,) = previous.commit.certificate.votes
+    other = replace(vote, message=replace(vote.message, value=digest(b"forged")), body=b"forged")
+    forged = replace(previous.commit, certificate=replace(previous.commit.certificate, votes=(other,)))
+    assert late(previous.commit, SOLO[0]) == 0, "the same value excludes nothing"
+    assert late(forged, SOLO[0]) == 1
+    assert late(forged, "Stranger") == 0
 
 
 def test_votes_are_on_disk_before_they_are_sent() -> None:
@@ -367,6 +391,18 @@ def test_a_quorum_that_names_another_state_says_that_mine_is_corrupt() -> None:
     (corrupt,) = named_by(peer, THREE[2], other)
     assert corrupt == StateCorrupt(base=base, agreed=other.state_hash, electors=2)
     assert peer.handle(Tick(), 1.0) == [], "a new machine is built on the state that is fetched"
+
+
+def test_an_elector_that_names_ever_other_states_takes_no_more_room() -> None:
+    rules = make_rules(THREE, parts=PARTS)
+    first = chain.genesis(rules)
+    peer = machine(THREE[0], rules, state=step(first, rules, plain_commit(first, rules)))
+    base = peer.state.base
+    for number in range(100):
+        assert named_by(peer, THREE[1], replace(base, state_hash=digest(bytes([number])))) == []
+    assert len(peer._foreign_states) == 1
+    assert named_by(peer, THREE[2], replace(base, state_hash=digest(bytes([0])))) == [], "nor does it count twice"
+    assert len(named_by(peer, THREE[2], replace(base, state_hash=digest(bytes([99]))))) == 1
 
 
 def test_nobody_talks_a_node_out_of_the_first_state() -> None:
