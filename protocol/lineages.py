@@ -83,8 +83,8 @@ class Branching:
 
     @property
     def tied(self) -> bool:
-        """Both have live electors, and as many: more than their number decides."""
-        return self.winner_live == self.other_live > 0
+        """As many electors live on both, or none on either: more than their number decides."""
+        return self.winner_live == self.other_live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
