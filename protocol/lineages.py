@@ -4,7 +4,9 @@ A tree of verified facts. Its nodes are lineages, each born of another at some r
 lineage lie its places, one a round, with the electors and members there and the tokens that the commit before counted.
 Nothing that is only claimed is in it, and who stands on a lineage that is not in it has no voice. Places of all peers
 that are heard make branchings; at each of them, from the newest place that all share upwards, the child goes on that
-has more live electors of that branching, then more tokens counted since for its members, then the smaller name.
+has more live electors, then more tokens counted since for the branching's members, then the smaller name. In a closed
+run, where every key is trusted, they are electors of the newest proven place of their own lineage: those that train
+now. In an open one, where keys cost nothing, they are electors of the branching.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class Branching:
     winner: Digest
     """Lineage of the child that goes on; the place's own one if that is an ordinary commit."""
     winner_live: int
-    """Live electors of the place on that child."""
+    """Live electors on that child (`Lineages`)."""
     other_live: int
     """And on mine if I am on another, else on the next best."""
 
@@ -109,8 +111,9 @@ class _Tip:
 class Lineages:
     """The tree, from one peer's point of view."""
 
-    def __init__(self, me: PeerId) -> None:
+    def __init__(self, me: PeerId, *, closed: bool = False) -> None:
         self.me = me
+        self._closed = closed
         self._places: dict[Digest, dict[int, Place]] = {}
         self._births: dict[Digest, Position] = {}
 
@@ -249,7 +252,10 @@ class Lineages:
     ) -> list[tuple[tuple[int, int, Digest], Digest]]:
         """The children of a branching, the best first, each behind what it is ranked by."""
         live = dict.fromkeys(children, 0)
-        for elector in place.electors:
+        voices = paths if self._closed else place.electors
+        for elector in voices:
+            if self._closed and not self._elector(elector, paths[elector][0]):
+                continue
             on = {_child(path, depth, place.lineage, place.round) for path in paths.get(elector, ())} - {None}
             if len(on) == 1 and (child := on.pop()) in live and paths[elector][0] in [t.path for t in children[child]]:
                 live[child] += 1
@@ -261,6 +267,11 @@ class Lineages:
             tokens = max(self._tokens(tip.path, depth, place) for tip in tips) if counts else 0
             ranked.append(((-live[child], -tokens, child), child))
         return sorted(ranked)
+
+    def _elector(self, peer: PeerId, path: Path) -> bool:
+        """Whether `peer` is an elector of the newest proven place of the lineage that it is on."""
+        along = self._places.get(path[-1][0])
+        return along is not None and peer in along[max(along)].electors
 
     def _tokens(self, path: Path, depth: int, place: Place) -> int:
         """Tokens that the commits on `path` behind `place` counted for its members."""

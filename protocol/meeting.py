@@ -17,6 +17,7 @@ from protocol.messages import Commit
 from protocol.names import Base, Digest, PeerId
 from protocol.record import Record
 from protocol.reform import Reforming
+from protocol.rules import Quorum
 from protocol.standing import Derived, Standing
 
 INQUIRIES_OF_MEMBERS = 4
@@ -30,6 +31,12 @@ COMPARED_SETTLES = 3
 """On a tie no round is started for so many `T_settle`: a round in hand ends, both sides prove what it counted, and only
 then can a verdict by that hold for its own `T_settle`. Sides whose work grows alike would else overtake each other for
 ever, each a round ahead of what it knows of the other."""
+DEEP_ROUNDS = 64
+"""In an open run keys cost nothing and old ones are sold: electors of a place further back take no run away whose own
+electors are heard. A partition that lasted longer than so many rounds is for the operators to end."""
+RENEWED_SETTLES = 2
+"""In a closed run a lineage's newest place is asked for again after so many `T_settle`, if it has moved on."""
+LINEAGES_KEPT = 256
 RETURNS_DOUBLE = 5
 """Each vain attempt to follow a lineage doubles how long its verdict must hold the next time, at most so often."""
 
@@ -53,7 +60,12 @@ class Meeting:
         self.standing = standing
         self.rules = standing.rules
         self.outbox = standing.outbox
-        self.lineages = Lineages(standing.me)
+        self._closed = self.rules.quorum is not Quorum.TWO_THIRDS
+        self.lineages = Lineages(standing.me, closed=self._closed)
+        self._renewed_s: dict[Digest, float] = {}
+        """Lineage → when its newest place may be asked for again: who its electors are changes."""
+        self.deep: Branching | None = None
+        """Where a lineage would win from so far back that it is not followed."""
         self._follow = follow
         self._place = Place.of(state, self.rules)
         self.lineages.learn([self._place])
@@ -118,7 +130,8 @@ class Meeting:
             verdict = self.lineages.choose(mine, heard)
         self._verdict = verdict
         self._inquire(foreign, tied=verdict is not None and any(one.tied for one in verdict.branchings))
-        self._compare(verdict)
+        self.deep = self._too_deep(verdict, reforming)
+        self._compare(verdict if self.deep is None else None)
         if verdict is None or not verdict.peers or verdict.side is Side.WINNER:
             self._lost_at = None
         elif verdict.side is Side.BEHIND:
@@ -128,10 +141,23 @@ class Meeting:
                 self._follow(verdict.peers[0], verdict.round, verdict.lineage)
         else:
             branching = verdict.branchings[-1]
+            if self.deep is not None:
+                self._lost_at = None
+                return
             if self._lost_at != (branching.place, branching.winner):
                 self._lost_at, self._lost_since_s = (branching.place, branching.winner), self.outbox.now_s
             if self.outbox.due(self._lost_since_s + self._settle_s) and not record.applying:
                 self._follow(verdict.peers[0], verdict.round, verdict.lineage)
+
+    def _too_deep(self, verdict: Verdict | None, reforming: Reforming) -> Branching | None:
+        """In an open run: the branching from which another lineage would win or tie, if it is far behind my tip while
+        enough of the tip's own electors are heard."""
+        if self._closed or verdict is None or not verdict.branchings or len(reforming.heard()) < reforming.quorum:
+            return None
+        branching = verdict.branchings[-1]
+        against = verdict.side is Side.LOSER or branching.tied
+        far = self._place.round - branching.place[1] > DEEP_ROUNDS
+        return branching if against and far else None
 
     def _compare(self, verdict: Verdict | None) -> None:
         """On a tie in live electors no round is started until the verdict can have settled, and not again for long."""
@@ -170,14 +196,18 @@ class Meeting:
             inquiry.open_until_s = now_s + INQUIRY_TIMEOUT_S
             inquiry.again_s = now_s + 2 * self.rules.resend_s
             self.outbox.due(inquiry.open_until_s)
+            self._renewed_s[fresh[peer].base.lineage] = now_s + RENEWED_SETTLES * self.rules.settle_s
             self.outbox.emit(LearnLineage(peer=peer))
+        if len(self._renewed_s) > LINEAGES_KEPT:
+            self._renewed_s = {name: at_s for name, at_s in self._renewed_s.items() if at_s > now_s}
 
     def _wanted(self, peer: PeerId, *, tied: bool) -> bool:
         """Whether what `peer` says of itself must be proven, or on a tie, how many tokens its side has counted."""
         position = _position(self.standing.fresh[peer].base)
         proven_round = self.lineages.tip(position[0])
-        stale = tied and (proven_round is None or proven_round < position[1])
-        if self.lineages.proven(position) and not stale:
+        moved_on = proven_round is None or proven_round < position[1]
+        renewed = self._closed and self.outbox.now_s >= self._renewed_s.get(position[0], 0.0)
+        if self.lineages.proven(position) and not (moved_on and (tied or renewed)):
             return False
         inquiry = self._inquiries.get(peer)
         return inquiry is None or (inquiry.open_until_s is None and self.outbox.due(inquiry.again_s))
@@ -198,6 +228,13 @@ class Meeting:
         if verdict is None:
             return None
         name = verdict.lineage.hex()[:8]
+        if self.deep is not None:
+            since = self.deep.place[1]
+            return (
+                f"another lineage exists since round {since}, {self._place.round - since} rounds back, too far to "
+                "follow while this one's electors are heard: if it is the right one, start this node with an empty "
+                "home, else ask its operators to"
+            )
         if verdict.side is Side.LOSER:
             branching = verdict.branchings[-1]
             left_s = max(0.0, self._lost_since_s + self._settle_s - self.outbox.now_s)
@@ -226,4 +263,4 @@ def _position(base: Base) -> Position:
 
 
 def _live(branching: Branching, count: int) -> str:
-    return f"{count} live {'elector' if count == 1 else 'electors'} of round {branching.place[1]}"
+    return f"{count} live {'elector' if count == 1 else 'electors'} since round {branching.place[1]}"

@@ -30,6 +30,7 @@ from node.engine import api
 from node.errors import AtollError
 from node.manifest import Manifest
 from protocol import events
+from protocol.lineages import Position
 from protocol.messages import Commit
 from protocol.names import Digest, PeerId
 from protocol.peer import PeerMachine
@@ -131,6 +132,8 @@ class Driver:
         """What waits for a disk that refuses the journal or the chain."""
         self._retry_s = math.inf
         self._proving = False
+        self._deep_told: Position | None = None
+        """Where the lineage branches that the log has named already."""
         self._leaving = False
 
     def post(self, event: events.Event | _ApplyDone) -> None:
@@ -199,6 +202,10 @@ class Driver:
             self._room_for_messages.release()
         for effect in self.machine.handle(event, trio.current_time()):
             await self._perform(effect)
+        deep = self.machine.meeting.deep
+        if deep is not None and deep.place != self._deep_told:
+            self._deep_told = deep.place
+            log.warning("a lineage that branches too far back is not followed", why=self.machine.meeting.says)
         if isinstance(event, events.LeaveRequested):
             self._announced.set()
 

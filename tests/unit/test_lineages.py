@@ -20,9 +20,11 @@ from protocol.events import (
     Tick,
 )
 from protocol.lineages import Lineages, Place, Position, Side
+from protocol.meeting import DEEP_ROUNDS
 from protocol.messages import Heartbeat
 from protocol.names import Base, PeerId, digest
 from protocol.peer import PeerMachine
+from protocol.rules import Quorum, Rules
 
 OLD, RED, BLUE = b"old", b"red", b"blue"
 ALL = ("A", "B", "C", "D", "E")
@@ -98,6 +100,40 @@ def test_what_others_have_told_is_not_forgotten_for_a_place_that_is_known_withou
     assert lineages._places[RED][5].tokens == {"A": 10, "B": 10}
 
 
+@pytest.mark.parametrize("me", ["H0", "X"])
+def test_in_a_closed_run_those_that_train_now_outweigh_who_was_the_sole_elector_once(me: str) -> None:
+    """X made the run alone, was cut off at round 3 and comes back to fifty at round 999."""
+    honest = tuple(f"H{number}" for number in range(50))
+    run = [Place(lineage=OLD, round=1, electors=("X",), members=frozenset(("X", "H0")))]
+    run += [Place(lineage=OLD, round=at, electors=honest, members=frozenset(honest)) for at in range(2, 1000)]
+    alone = [run[0], *(Place(lineage=RED, round=at, electors=("X",), members=frozenset("X")) for at in (1, 2, 3))]
+    heard = {peer: [(OLD, 999)] for peer in honest} | {"X": [(RED, 3)]}
+    mine = heard.pop(me)[0]
+    for closed, winner in ((True, OLD), (False, RED)):
+        lineages = Lineages(me, closed=closed)
+        lineages.learn(run)
+        lineages.learn(alone)
+        verdict = lineages.choose(mine, heard)
+        assert verdict is not None
+        assert verdict.lineage == winner
+
+
+def test_in_a_closed_run_who_is_heard_on_two_children_counts_for_neither_and_both_sides_agree() -> None:
+    where = {"A": (RED, 6), "B": (RED, 6), "C": (OLD, 6), "D": (OLD, 6), "E": (OLD, 6)}
+    for me in ("A", "C"):
+        lineages = Lineages(me, closed=True)
+        lineages.learn(RED_COURSE)
+        lineages.learn(ON_COURSE)
+        heard = {peer: [position] for peer, position in where.items() if peer != me}
+        verdict = lineages.choose(where[me], heard)
+        assert verdict is not None
+        assert verdict.lineage == OLD
+        heard["E"] = [(OLD, 6), (RED, 6)]
+        verdict = lineages.choose(where[me], heard)
+        assert verdict is not None
+        assert verdict.branchings[0].tied
+
+
 def test_who_is_behind_the_branching_counts_for_no_child() -> None:
     """Three are where the lineages part, or before it: they are behind, whichever goes on."""
     heard = at(B=(OLD, 4), C=(OLD, 4), D=(OLD, 3))
@@ -162,12 +198,12 @@ RULES = make_rules(FIVE)
 STATE = chain.genesis(RULES)
 
 
-def machine(me: PeerId) -> PeerMachine:
+def machine(me: PeerId, rules: Rules = RULES, state: chain.ChainState = STATE) -> PeerMachine:
     return PeerMachine(
-        rules=RULES,
+        rules=rules,
         me=me,
         keyring=CheapKeyring(me),
-        state=STATE,
+        state=state,
         journal=None,
         journal_lost=False,
         wants_membership=True,
@@ -176,8 +212,10 @@ def machine(me: PeerId) -> PeerMachine:
     )
 
 
-def beat(peer: PeerMachine, sender: PeerId, lineage: bytes, round_: int, now_s: float) -> list[Effect]:
-    base = Base(run=RULES.run, lineage=lineage, round=round_, prev=digest(b"p"), state_hash=digest(b"s"))
+def beat(
+    peer: PeerMachine, sender: PeerId, lineage: bytes, round_: int, now_s: float, at: Base | None = None
+) -> list[Effect]:
+    base = at or Base(run=RULES.run, lineage=lineage, round=round_, prev=digest(b"p"), state_hash=digest(b"s"))
     message = Heartbeat(base=base, attempt=0, able=True, incarnation=bytes(16))
     data = wire.encode(wire.sign(CheapKeyring(sender), sender, message))
     return peer.handle(Received(data=data, from_peer=sender), now_s)
@@ -227,7 +265,7 @@ def test_the_loser_follows_when_the_verdict_has_held_for_its_time() -> None:
     electors, members = STATE.electors, frozenset(FIVE)
     branching = Place(lineage=base.lineage, round=base.round, electors=electors, members=members)
     peer.meeting.grew(
-        chain.ChainState(base=Base(**{**fields(base), "lineage": digest(b"mine")}), members=(), electors=())
+        chain.ChainState(base=Base(**{**fields(base), "lineage": digest(b"mine")}), members=(), electors=FIVE[:1])
     )
     theirs = Place(lineage=other, round=base.round, electors=FIVE[1:4], members=frozenset(FIVE[1:4]))
     effects: list[Effect] = []
@@ -240,12 +278,55 @@ def test_the_loser_follows_when_the_verdict_has_held_for_its_time() -> None:
             effects += peer.handle(learned, now_s)
         now_s += 0.5
     assert not any(isinstance(effect, CatchUp) for effect in effects)
-    assert "has 3 live electors of round 0, mine has 1" in (peer.meeting.says or "")
+    assert "has 3 live electors since round 0, mine has 1" in (peer.meeting.says or "")
     for elector in FIVE[1:4]:
         beat(peer, elector, other, base.round, now_s)
     effects = peer.handle(Tick(), RULES.settle_s + 0.1)
     (follow,) = [effect for effect in effects if isinstance(effect, CatchUp)]
     assert follow.lineage == other
+
+
+@pytest.mark.parametrize("quorum", [Quorum.TWO_THIRDS, Quorum.MAJORITY])
+@pytest.mark.parametrize("back", [DEEP_ROUNDS, DEEP_ROUNDS + 1])
+def test_in_an_open_run_bought_keys_of_long_ago_take_nobody_away(quorum: Quorum, back: int) -> None:
+    """Two that were the electors then go on from there; a quorum of today's is heard here."""
+    rules, sold = replace(RULES, quorum=quorum), ("Sold0", "Sold1")
+    state = replace(STATE, base=Base(**{**fields(STATE.base), "round": 200}))
+    peer = machine(FIVE[0], rules, state)
+    other, at = digest(b"other"), 200 - back
+    branching = Place(lineage=state.base.lineage, round=at, electors=sold, members=frozenset(sold))
+    mine = [replace(branching, round=number) for number in range(at, 200)] + [peer.meeting._place]
+    theirs = (branching, replace(branching, lineage=other), replace(branching, lineage=other, round=at + 1))
+    effects: list[Effect] = []
+    now_s = 0.0
+    while now_s < 4 * rules.settle_s:
+        for one in FIVE[1:]:
+            effects += beat(peer, one, state.base.lineage, 200, now_s, state.base)
+        for one in sold:
+            effects += beat(peer, one, other, at + 1, now_s)
+        if now_s == 0.0:
+            effects += peer.handle(LineageLearned(peer=sold[0], mine=tuple(mine), theirs=theirs), now_s)
+        assert not peer.standing.comparing
+        now_s += 0.5
+    follows = any(isinstance(effect, CatchUp) for effect in effects)
+    assert follows == (quorum is Quorum.TWO_THIRDS and back == DEEP_ROUNDS)
+    if quorum is Quorum.TWO_THIRDS and back > DEEP_ROUNDS:
+        assert f"since round {at}, {back} rounds back" in (peer.meeting.says or "")
+
+
+def test_in_a_closed_run_a_lineage_that_has_moved_on_is_asked_for_again_at_leisure() -> None:
+    peer = machine(FIVE[0])
+    other, asked, now_s = digest(b"other"), 0, 0.0
+    branching = peer.meeting._place
+    grown = replace(branching, lineage=other)
+    while now_s < 100.0:
+        for elector in FIVE[1:4]:
+            if inquiries(beat(peer, elector, other, int(now_s) + 3, now_s)):
+                asked += 1
+                tip = replace(grown, round=int(now_s) + 1)
+                peer.handle(LineageLearned(peer=elector, mine=(branching,), theirs=(branching, grown, tip)), now_s)
+        now_s += 1.0
+    assert 100.0 / (2 * RULES.settle_s) - 2 <= asked <= 100.0 / (2 * RULES.settle_s) + 4
 
 
 def test_a_winner_that_is_heard_and_commits_nothing_is_left_again() -> None:
