@@ -375,7 +375,13 @@ class Store:
     def _load_left(self) -> None:
         """What a life before this one left."""
         left = self.left_files.load()
-        if left is not None and not left.resuming and (self._index.has(left.tip) or not self._index.has(left.place)):
+        if left is not None and not self._index.has(left.place):
+            log.error(
+                "the chain here ends before the lineage that was left: it cannot be resumed", round=left.place.round
+            )
+            self.left_files.forget()
+            return
+        if left is not None and not left.resuming and self._index.has(left.tip):
             self.left_files.forget()
             return
         here = self._index.state.base

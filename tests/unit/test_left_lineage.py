@@ -286,6 +286,25 @@ def test_a_damaged_marker_is_told_and_changes_nothing(sides: tuple[Node, Node, B
     loser.store.close()
 
 
+def test_a_way_back_whose_beginning_is_gone_is_not_taken_for_ever(
+    sides: tuple[Node, Node, Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loser, winner, place = sides
+    loser.take_over(winner, place)
+    with monkeypatch.context() as patch:
+        strike(patch, ChainLog, "truncate", 0)
+        with pytest.raises(Killed):
+            loser.store.resume_left(loser.snapshots)
+    first = loser.store._index.entries[0].offset
+    (loser.directory / "chain.checkpoint").unlink(missing_ok=True)
+    with (loser.directory / "chain.log").open("r+b") as file:
+        file.truncate(first)
+    loser = loser.crash()
+    assert loser.store.state.base.round == 0
+    assert loser.store.left is None
+    loser.store.close()
+
+
 def test_a_copied_piece_of_the_log_reads_like_the_log(tmp_path: Path) -> None:
     log = ChainLog(tmp_path / "chain.log", RULES.run)
     offsets = [log.append(FrameKind.APPLIED, bytes([number]) * 32) for number in range(4)]
