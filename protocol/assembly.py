@@ -205,7 +205,7 @@ def absent_after(roster: Roster, bitmaps: Collection[int], live: Collection[Peer
 
     Args:
         bitmaps: of the part headers that I hold for it.
-        live: peers that are heard now; those that are stay in while no part at all came of that roster.
+        live: peers that are heard now and were not missed here; they stay in while no part at all came of that roster.
     """
     reached = 0
     for bitmap in bitmaps:

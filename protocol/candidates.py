@@ -34,6 +34,8 @@ class Candidate:
     """When the last part that its exchange brought was here."""
     started: bool = False
     ended: bool = False
+    missed: frozenset[PeerId] = frozenset()
+    """Contributors whose slots closed at my engine without them."""
     stopped: bool = False
     proposed: set[int] = field(default_factory=set)
     """Attempts in which it was proposed."""

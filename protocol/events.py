@@ -81,6 +81,8 @@ class ExchangeEnded:
 
     roster_id: Digest
     failed_edges: tuple[PeerId, ...] = ()
+    missed: tuple[PeerId, ...] = ()
+    """Contributors whose slots closed here without them; this node itself when its frozen bytes are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

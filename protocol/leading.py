@@ -49,12 +49,15 @@ class Leader:
         if due_s is None or not record.outbox.due(due_s):
             return False
         absent: set[PeerId] = set()
-        # A peer that says it cannot take part is as good as gone, however much its READY weighs.
-        live = {peer for peer, heard in record.standing.fresh.items() if heard.able} | {record.me}
+        # A peer that says it cannot take part, or is on another lineage by now, is as good as gone, however much its
+        # READY weighs.
+        lineage = record.base.lineage
+        fresh = record.standing.fresh.items()
+        live = {peer for peer, heard in fresh if heard.able and heard.base.lineage == lineage} | {record.me}
         for candidate in record.candidates.values():
             if candidate.problem is None and candidate.roster.attempt < record.attempt:
                 bitmaps = [header.message.bitmap for header in candidate.held.values()]
-                absent |= absent_after(candidate.roster, bitmaps, live)
+                absent |= absent_after(candidate.roster, bitmaps, live - candidate.missed)
         leaves = record.standing.presence.leaves
         carried = [piece for candidate in record.candidates.values() for piece in candidate.roster.evidence]
         evidence = record.standing.docket.for_roster(carried=carried)

@@ -176,7 +176,7 @@ class PeerMachine:
             case PartHeld():
                 self.round.on_part_held(event.header)
             case ExchangeEnded():
-                self.round.on_exchange_ended(event.roster_id, event.failed_edges)
+                self.round.on_exchange_ended(event)
             case PartsFetched():
                 self.round.on_parts_fetched(event.roster_id, event.missing)
             case Applied():

@@ -7,14 +7,13 @@ No rule waits for a poll: what is not yet possible either follows from a later f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from protocol import chain, commits, validity, wire
 from protocol.ballots import Ballots
 from protocol.candidates import roots_of
 from protocol.chain import ChainState
-from protocol.events import Alarm, Apply, Freeze, Frozen, HeaderDraft, HeaderSigned, StartExchange
+from protocol.events import Alarm, Apply, ExchangeEnded, Freeze, Frozen, HeaderDraft, HeaderSigned, StartExchange
 from protocol.fields import MAX_EDGES
 from protocol.journal import Journal
 from protocol.leading import Leader
@@ -222,11 +221,12 @@ class Round(Record):
             if candidate.exchanging:
                 candidate.held_s = self.outbox.now_s
 
-    def on_exchange_ended(self, roster_id: Digest, failed_edges: Iterable[PeerId]) -> None:
-        self.unreachable.update(failed_edges)
-        candidate = self.candidates.get(roster_id)
+    def on_exchange_ended(self, event: ExchangeEnded) -> None:
+        self.unreachable.update(event.failed_edges)
+        candidate = self.candidates.get(event.roster_id)
         if candidate is not None:
             candidate.ended = True
+            candidate.missed = frozenset(event.missed)
 
     def on_parts_fetched(self, roster_id: Digest, missing: tuple[int, ...]) -> None:
         candidate = self.candidates.get(roster_id)

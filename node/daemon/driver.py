@@ -386,7 +386,15 @@ class Driver:
         if effect.roster_id in self._stopped:
             return
         request = exchange_request(effect.roster_id, effect.roster.message, effect.my_index, self._rules)
-        await self._ask(partial(self._engine.exchange, request))
+        try:
+            await self._engine.exchange(request)
+        except EngineFailed as error:
+            log.warning("the engine takes no part in an exchange", why=str(error))
+            self._observations.count(["engine refused"])
+            # The frozen bytes are gone, or all of the engine's exchanges are taken: nothing will come from here.
+            self.post(events.ExchangeEnded(roster_id=effect.roster_id, missed=(self.machine.me,)))
+        except trio.BrokenResourceError:
+            pass  # the engine is gone; the session notices by itself
 
     async def _end(self) -> None:
         """The run is over; its last figure is the validation loss of the state that it ended on."""

@@ -66,7 +66,13 @@ class EngineFeed:
                         log.warning("a payload is dropped", peer=event.peer_id, part=event.part, why=event.why)
                     case api.ExchangeEnded():
                         self._observations.saw_exchange(event.bytes_sent, event.bytes_received, event.excluded)
-                        self._post(events.ExchangeEnded(roster_id=event.roster_id, failed_edges=event.failed_edges))
+                        self._post(
+                            events.ExchangeEnded(
+                                roster_id=event.roster_id,
+                                failed_edges=event.failed_edges,
+                                missed=tuple(event.excluded),
+                            )
+                        )
                     case api.StorageFailed():
                         self._storage.refused(PARTS, event.reason)
                     case api.StorageWorks():

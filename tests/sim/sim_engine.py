@@ -166,7 +166,12 @@ class Engine:
         if not exchange.ended:
             exchange.ended = True
             roster_id = exchange.effect.roster_id
-            self.node.later(0.0, lambda: self.node.feed(ExchangeEnded(roster_id=roster_id)))
+            missed = tuple(
+                exchange.peers[index]
+                for index in bits(exchange.contributing)
+                if exchange.slots and all(exchange.peers[index] not in values for values in exchange.slots.values())
+            )
+            self.node.later(0.0, lambda: self.node.feed(ExchangeEnded(roster_id=roster_id, missed=missed)))
 
     def stop(self, roster_id: Digest) -> None:
         exchange = self.running.get(roster_id)

@@ -3,8 +3,8 @@
 3,000 schedules of 3 to 7 peers over all profiles and 30 of 50 peers, over all cores. A failure prints how to replay it
 with its trace; `scripts/simulate` plays as many more as one likes.
 
-Not yet played: 200 peers. A roster holds 64 READYs (`planning.ROSTER_MAX`), so that most of 200 members fall out of `M` and
-join anew all the time; that wants larger rosters over trees of two levels.
+Not yet played: 200 peers. A roster holds 64 READYs (`planning.ROSTER_MAX`), so that most of 200 members fall out of
+`M` and join anew all the time; that wants larger rosters over trees of two levels.
 """
 
 from __future__ import annotations
