@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.lab import OUTAGE_ROUND_S, Lab
 from tests.swarm.daemons import PATIENCE, assert_agreed, wait_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.swarm]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos_long, pytest.mark.swarm]
 
 CAUGHT_S = 90.0 * PATIENCE
 """For an audit to draw one of its parts, the others to recompute it, and a ROSTER to carry the evidence."""

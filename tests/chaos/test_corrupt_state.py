@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from daemons import ROUND_S, Daemon, assert_agreed, daemons, reasons, wait_all, wait_counted
 
-pytestmark = [pytest.mark.chaos, pytest.mark.swarm, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
 
 LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
 

@@ -99,7 +99,7 @@ def back_again(a: Daemon, b: Daemon, c: Daemon, what: str) -> None:
     assert a.rounds[newest].state_hash == c.rounds[newest].state_hash, what
 
 
-@pytest.mark.chaos
+@pytest.mark.chaos_long
 @pytest.mark.parametrize("damage", [flip, cut])
 def test_everything_at_once(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """But for the manifest, the known peers and the run id, of which one finds the peers that send the others."""

@@ -11,7 +11,7 @@ import pytest
 from daemons import ROUND_S, Daemon, assert_agreed, daemons, reasons, wait_all, wait_counted
 
 pytestmark = [
-    pytest.mark.chaos,
+    pytest.mark.chaos_long,
     pytest.mark.swarm,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own for one node is mounted by root only"),

@@ -1,6 +1,6 @@
 """Random schedules: safety after every event, progress once the weather clears (protocol section 12).
 
-3,000 schedules of 3 to 7 peers over all profiles and 30 of 50 peers, over all cores. A failure prints how to replay it
+1,000 schedules of 3 to 7 peers over all profiles and 12 of 50 peers, over all cores. A failure prints how to replay it
 with its trace; `scripts/simulate` plays as many more as one likes.
 
 Not yet played: 200 peers. A roster holds 64 READYs (`planning.ROSTER_MAX`), so that most of 200 members fall out of
@@ -35,9 +35,9 @@ LARGE = ["calm", "lossy", "crashy", "exchanges", "vanishing", "hostile"]
 
 def cells() -> list[Cell]:
     few = [Cell(profile=profile, peers=peers, first=0, count=count) for profile, peers, count in FEW]
-    fifty = [Cell(profile=profile, peers=50, first=0, count=5) for profile in LARGE]
+    fifty = [Cell(profile=profile, peers=50, first=0, count=2) for profile in LARGE]
     quick = [profile for profile in PROFILES if profile != LONG]
-    return [*spread(quick, SMALL, 2950), *spread([LONG], SMALL, 50), *few, *fifty]
+    return [*spread(quick, SMALL, 970), *spread([LONG], SMALL, 30), *few, *fifty]
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def test_no_schedule_breaks_an_invariant(profile: str, tallies: list[Tally]) -> 
     ]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
-    assert sum(tally.schedules for tally in played) >= (50 if profile == LONG else 100)
-    assert sum(tally.commits for tally in played) >= 300
+    assert sum(tally.schedules for tally in played) >= 30
+    assert sum(tally.commits for tally in played) >= 100
 
 
 def test_as_many_schedules_as_are_promised() -> None:
     planned = cells()
-    assert sum(cell.count for cell in planned if 3 <= cell.peers <= 7) >= 3000
-    assert sum(cell.count for cell in planned if cell.peers == 50) >= 30
+    assert sum(cell.count for cell in planned if 3 <= cell.peers <= 7) >= 1000
+    assert sum(cell.count for cell in planned if cell.peers == 50) >= 12
 
 
 def test_a_schedule_replays_exactly() -> None:

@@ -14,7 +14,7 @@ from daemons import ROUND_S, Daemon, assert_agreed, daemons, wait_all, wait_coun
 
 from node.daemon.contribution import LINEAGE_LOST
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
 
 
 def loopback() -> tuple[str, ...]:

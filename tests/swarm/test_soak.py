@@ -16,7 +16,7 @@ import psutil
 import pytest
 from daemons import PATIENCE
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--nodes", "3", "--guests", "0", "--steps", "60", "--no-namespaces"]
@@ -95,7 +95,6 @@ def test_nothing_is_left_of_a_soak_that_is_ended(tmp_path: Path, number: signal.
         process.kill()
 
 
-@pytest.mark.chaos
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and `ip`")
 def test_cables_are_pulled_in_namespaces_that_are_removed(tmp_path: Path) -> None:
     before = namespaces()

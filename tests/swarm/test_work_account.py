@@ -16,7 +16,7 @@ from daemons import ROUND_S, Daemon, assert_agreed, daemons, wait_all, wait_coun
 
 from scripts.soaking.accounts import read_account
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
 
 ROLES = ("trainer", "engine", "daemon", "supervisor")
 LONGEST_PAUSE_S = 3.0
