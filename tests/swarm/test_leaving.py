@@ -124,6 +124,8 @@ def test_while_nobody_answers(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- in a round
 
 
+# In the long suite until the phases are struck by events: on a quiet machine a look every 0.2 s can miss one for ever.
+@pytest.mark.chaos_long
 @pytest.mark.parametrize(
     "phases", [("training",), ("assembling",), ("exchanging",), ("exchanging", "voting", "applying")], ids="-".join
 )
