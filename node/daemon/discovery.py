@@ -62,7 +62,8 @@ POLITE_DELAY_S = 2.0
 MAX_LINKS = 128
 MAX_DIALS_AT_ONCE = 8
 MAX_CANDIDATES = 1000
-SAVE_INTERVAL_S = 10.0
+SAVE_INTERVAL_S = 1.0
+"""Between two writes of the known peers at the soonest."""
 _log = structlog.get_logger(__name__)
 
 for _module in (common, kad_dht, peer_routing, provider_store, value_store):
@@ -211,6 +212,8 @@ class Discovery:
         self._remembered = remembered
         self._candidates: dict[PeerId, _Candidate] = {}
         self._news = trio.Event()
+        self._met = trio.Event()
+        """Somebody may be new in the file of known peers."""
         self.bootstrap_errors: dict[Address, str] = {}
         """Of the addresses that do not answer now."""
 
@@ -234,6 +237,7 @@ class Discovery:
             await self.dht.add_peer(peer)
         if link.run:
             self._remembered.remember(link.peer_id, link.run, tuple(addresses))
+            self._met.set()
 
     def suggest(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
         """Somebody who may be of the run."""
@@ -272,6 +276,7 @@ class Discovery:
 
     async def _gather_records(self) -> None:
         async for _ in self._owner.membership.changes():
+            self._met.set()
             for record in list(self._owner.membership.records.values()):
                 if record.peer_id not in self._owner.links:
                     self.suggest(record.peer_id, [parse_address(one).of(record.peer_id) for one in record.addresses])
@@ -342,9 +347,12 @@ class Discovery:
             interval_s = min(interval_s * 1.7, MAX_LOOKUP_INTERVAL_S)
 
     async def _save(self) -> None:
+        """Whoever is met is written down at once: a node killed seconds later must find its run again."""
         while True:
-            await trio.sleep(SAVE_INTERVAL_S)
+            await self._met.wait()
+            self._met = trio.Event()
             await self.save()
+            await trio.sleep(SAVE_INTERVAL_S)
 
     async def save(self) -> None:
         """Write the known peers of the run down."""

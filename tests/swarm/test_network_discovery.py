@@ -133,6 +133,23 @@ def test_known_peers_are_remembered_across_restarts(tmp_path: Path) -> None:
     run(main)
 
 
+def test_whoever_is_met_is_on_disk_before_a_node_can_be_killed_for_long(tmp_path: Path) -> None:
+    def written(home: Home) -> list[str]:
+        if not home.peers_file.exists():
+            return []
+        return [row["peer_id"] for row in json.loads(home.peers_file.read_text())["peers"]]
+
+    async def main() -> None:
+        async with nodes(tmp_path) as some:
+            first = await some.start()
+            second = await some.start(first.address)
+            await until(lambda: meshed([first, second]))
+            await until(lambda: written(second.home) == [first.network.peer_id], within_s=5.0)
+            await until(lambda: written(first.home) == [second.network.peer_id], within_s=5.0)
+
+    run(main)
+
+
 def test_a_damaged_file_of_peers_is_set_aside(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.peers_file.write_text('{"peers": [{"peer_id": "nonsense"}]}')
