@@ -26,6 +26,7 @@ from node.daemon.membership import MembershipRecord, sign_record
 from node.daemon.streams import (
     CONTROL_PROTOCOL,
     MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
     Answer,
     Datagram,
     FramedStream,
@@ -70,7 +71,7 @@ async def stranger() -> AsyncIterator[Stranger]:
 
 def hello(**fields: Any) -> Hello:
     filled: dict[str, Any] = {
-        "protocol": 1,
+        "protocol": PROTOCOL_VERSION,
         "version": "0.1.0",
         "run": RUN,
         "incarnation": b"i" * 16,
