@@ -30,7 +30,8 @@ from protocol.layout import ALIGNMENT, align
 
 MAX_ELEMENTS = 1 << 38
 MAX_PARTS = 1 << 14
-"""A PROPOSAL or commit names a signed header of some 220 bytes for each part, and travels in one frame of 4 MiB."""
+"""A PROPOSAL or commit names a signed header of some 210 bytes, with a bit a READY, for each part, and travels in one
+frame of 8 MiB (`protocol.ready_limits`)."""
 MAX_ARTIFACTS = 64
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TOKENS_BYTES = 1 << 36

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from protocol import chain, planning
+from protocol import chain, grouping, planning
 from protocol.chain import ChainState
 from protocol.messages import Evidence, Join, Leave, Ready, Roster, Signed
 from protocol.names import PeerId
@@ -192,9 +192,9 @@ class Assembly:
         return replace(common, absent=0) if changes and contributing.bit_count() < self.rules.min_peers else None
 
     def _with_plan(self, roster: Roster, contributing: int, stretch: float) -> Roster:
-        readys = [signed.message for signed in roster.readys]
-        plan = planning.flat_plan(len(readys), contributing)
-        dealt = planning.deal(roster.base.digest(), self.rules.part_count, plan)
+        base_digest, part_count = roster.base.digest(), self.rules.part_count
+        plan = grouping.plan_for(base_digest, [signed.sender for signed in roster.readys], contributing, part_count)
+        dealt = planning.deal(base_digest, part_count, plan)
         predicted_s = planning.level_durations(plan, contributing, dealt, self.rules)
         durations_s = planning.stretched(predicted_s, stretch, self.rules)
         return replace(roster, plan=plan, durations_s=durations_s)

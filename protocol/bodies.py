@@ -22,6 +22,7 @@ from protocol.fields import (
     MAX_LEVELS,
     MAX_PARTS,
     MAX_PEERS,
+    MAX_PLAN_NODES,
     MAX_RANGES,
     MAX_READYS,
     WireError,
@@ -67,13 +68,13 @@ _KIB: Final = 1024
 _MIB: Final = 1024 * 1024
 
 MAX_BODY_BYTES: Final[dict[type[object], int]] = {
-    Ready: 128 * _KIB,
+    Ready: 64 * _KIB,
     Join: _KIB,
     Leave: _KIB,
-    Roster: 8 * _MIB,
+    Roster: 5 * _MIB,
     PartHeader: _KIB,
     Proposal: 16 * _MIB,
-    Vote: 640 * _KIB,
+    Vote: 320 * _KIB,
     Commit: 32 * _MIB,
     Reform: 80 * _KIB,
     ReformVote: 96 * _KIB,
@@ -238,6 +239,7 @@ def _roster(message: pb.Roster) -> Roster:
         shards = few(message.plan.shards, MAX_PEERS, "shards")
         if not shards:
             raise WireError("a plan has no shards")
+        integer(sum(len(shard.parents_plus_one) for shard in shards), "nodes of a plan's trees", MAX_PLAN_NODES)
         plan = Plan(shards=tuple(_shard(shard, len(readys)) for shard in shards))
     absent = bitmap(message.absent, "the bitmap of absent READYs")
     if absent >> len(readys):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from protocol.stations import ExchangeView, Station
-from protocol.weights import bits, enough, total
+from protocol.weights import bits, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class ExchangeMachine(Station):
             return self._drop("DOWN from a peer that is not my parent")
         if length != self.down_bytes(part):
             return self._drop("DOWN of the wrong length")
-        if bitmap & ~self.view.contributing or not enough(self.weights(part), bitmap):
+        if bitmap & ~self.view.contributing or not self._weights.enough(part, bitmap):
             return self._drop("DOWN whose bitmap holds strangers or less than half of the weight")
         if part in self._held:
             return self._drop("DOWN of a part that I hold")
@@ -345,10 +345,9 @@ class ExchangeMachine(Station):
             return
         for index in bits(tree.subtrees[me] & ~bitmap):
             self.excluded.setdefault(index, "it is in no partial sum that reached the root")
-        weights = self._weights.at(part)
-        if enough(weights, bitmap):
-            order = tuple(sorted((me, *filled)))
-            self._decisions.append(Reduce(part=part, order=order, bitmap=bitmap, weight=total(weights, bitmap)))
+        if self._weights.enough(part, bitmap):
+            order, weight = tuple(sorted((me, *filled))), total(self.weights(part), bitmap)
+            self._decisions.append(Reduce(part=part, order=order, bitmap=bitmap, weight=weight))
         else:
             self._decisions.append(LeaveEmpty(part=part, bitmap=bitmap))
 

@@ -11,9 +11,11 @@ from protocol.names import DIGEST_BYTES, Digest, PeerId
 
 MAX_PEERS: Final = 1024
 """Joins or leaves of a roster, members of a reform."""
-MAX_READYS: Final = 64
-"""READYs of a roster: each may hold thousands of ranges, and whoever may send me a message has me parse them all.
-Daemon and engine hand bitmaps to each other as 64-bit integers, too."""
+MAX_READYS: Final = 1024
+"""READYs of a roster: as many as two levels of trees with 64 children a node hold (`protocol.grouping`). At 330 bytes a
+READY such a ROSTER and its plan take 0.47 MB, and never more than 2.8 MB (`protocol.ready_limits`)."""
+MAX_PLAN_NODES: Final = 64 * MAX_READYS
+"""Nodes of all trees of a plan together (`protocol.planning.MAX_GROUPED_SHARDS`)."""
 MAX_CERTIFIED_VOTE_BYTES: Final = 1024
 """Body of a vote in a certificate: it is for a decision, and so has no reasons attached."""
 MAX_PARTS: Final = 32_768

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
-from protocol.codecs import LARGEST_MAGNITUDE, codec
+from protocol.codecs import LARGEST_MAGNITUDE, Codec, codec
 from protocol.fields import MAX_READYS
 from protocol.messages import Roster
 from protocol.names import Digest, digest
@@ -33,6 +34,9 @@ MAX_FAN = 64
 
 ROSTER_MAX = MAX_READYS
 """READYs of a roster; one with so many is full and leaves nobody out."""
+
+MAX_GROUPED_SHARDS = 64
+"""Trees of a plan over more READYs than one root can have below it: each costs the ROSTER two bytes a READY."""
 
 SHARE_MAX = 2**32
 
@@ -118,7 +122,9 @@ def flat_plan(peers: int, contributing: int, shares: Sequence[int] | None = None
     contribute, is the root of nothing. None: all contributors alike. Raises ValueError when there is no such plan.
     """
     if not 0 < peers <= MAX_FAN + 1:
-        raise ValueError(f"a flat plan has 1 … {MAX_FAN + 1} READYs, not {peers}; use a grouped plan")
+        raise ValueError(
+            f"a flat plan has 1 … {MAX_FAN + 1} READYs, not {peers}; use a grouped plan (protocol.grouping)"
+        )
     if not 0 < contributing < 1 << peers:
         raise ValueError(f"bitmap {contributing:#x} names no contributor among {peers} READYs")
     if shares is not None and len(shares) != peers:
@@ -158,33 +164,50 @@ def deal(base_digest: Digest, part_count: int, plan: Plan) -> tuple[int, ...]:
 
 def bytes_of(plan: Plan, contributing: int, dealt: Sequence[int], rules: Rules) -> tuple[Traffic, ...]:
     """Payload bytes of each READY [n] when all turn up, both legs together."""
-    leaf_codec, sum_codec = codec(rules.codec), codec(rules.sum_codec)
-    sent, received = ([0] * len(plan.shards[0].parents) for _ in range(2))
-    counts = np.bincount(np.asarray(dealt, np.int64), minlength=len(plan.shards)).tolist()
-    last = rules.part_count - 1
-    first_of_last, end_of_last = rules.part_range(last)
-    for number, tree in enumerate(trees(plan, contributing)):
-        has_last = dealt[last] == number
-        full = counts[number] - has_last
-        encoded = full * leaf_codec.encoded_bytes(rules.part_elements)
-        summed = full * sum_codec.encoded_bytes(rules.part_elements)
-        if has_last:
-            encoded += leaf_codec.encoded_bytes(end_of_last - first_of_last)
-            summed += sum_codec.encoded_bytes(end_of_last - first_of_last)
-        for parent, children in enumerate(tree.children):
-            for child in children:
-                sent[parent] += encoded
-                received[child] += encoded
-            for slot in tree.slots[parent]:
-                up = summed if tree.heights[slot] else encoded
-                sent[slot] += up
-                received[parent] += up
-    return tuple(Traffic(sent=out, received=into) for out, into in zip(sent, received, strict=True))
+    counts = np.bincount(np.asarray(dealt, np.int64), minlength=len(plan.shards))
+    encoded, summed = (
+        _bytes_of_shards(codec(name), counts, dealt[-1], rules) for name in (rules.codec, rules.sum_codec)
+    )
+    edges = _Edges(plan, contributing)
+    sent, received = np.zeros((2, edges.peers), np.int64)
+    np.add.at(sent, edges.parent, encoded[edges.shard])
+    np.add.at(received, edges.child, encoded[edges.shard])
+    up = np.where(edges.height[edges.shard, edges.child] > 0, summed[edges.shard], encoded[edges.shard])[edges.is_slot]
+    np.add.at(sent, edges.child[edges.is_slot], up)
+    np.add.at(received, edges.parent[edges.is_slot], up)
+    return tuple(Traffic(sent=out, received=into) for out, into in zip(sent.tolist(), received.tolist(), strict=True))
+
+
+def _bytes_of_shards(one: Codec, counts: npt.NDArray[np.int64], last: int, rules: Rules) -> npt.NDArray[np.int64]:
+    """Bytes [s] of all parts of each shard in codec `one`. `counts` [s] parts; `last`: who has the last, shorter."""
+    first, end = rules.part_range(rules.part_count - 1)
+    whole = one.encoded_bytes(rules.part_elements)
+    size = counts * whole
+    size[last] += one.encoded_bytes(end - first) - whole
+    return size
+
+
+class _Edges:
+    """All edges [e] of all trees of a plan at once: `Tree` for arithmetic over a thousand READYs."""
+
+    def __init__(self, plan: Plan, contributing: int) -> None:
+        parents = np.array([shard.parents for shard in plan.shards], np.int64)
+        shards, self.peers = parents.shape
+        self.shard, self.child = np.nonzero(parents >= 0)
+        """[e] Ascending."""
+        self.parent = parents[self.shard, self.child]
+        self.is_slot = np.array([bool(contributing >> index & 1) for index in range(self.peers)])[self.child]
+        """[e] Whether the child sends UP."""
+        self.height = np.zeros((shards, self.peers), np.int64)
+        """[s, n] Levels of slots below each node."""
+        shard, child, parent = self.shard[self.is_slot], self.child[self.is_slot], self.parent[self.is_slot]
+        for _ in range(MAX_DEPTH):
+            np.maximum.at(self.height, (shard, parent), self.height[shard, child] + 1)
 
 
 def level_count(plan: Plan, contributing: int) -> int:
     """Levels at which sums are made: 0 for a READY alone, 1 for a flat plan, up to `MAX_DEPTH`."""
-    return max(max(tree.heights) for tree in trees(plan, contributing))
+    return int(_Edges(plan, contributing).height.max())
 
 
 def level_durations(
@@ -260,8 +283,9 @@ def check_plan(roster: Roster, rules: Rules) -> str | None:
 
 
 def _check_shape(plan: Plan, peers: int, contributing: int) -> str | None:
-    if not 0 < len(plan.shards) <= peers:
-        return f"{peers} READYs need 1 … {peers} shards, not {len(plan.shards)}"
+    most = peers if peers <= MAX_FAN + 1 else MAX_GROUPED_SHARDS
+    if not 0 < len(plan.shards) <= most:
+        return f"{peers} READYs need 1 … {most} shards, not {len(plan.shards)}"
     roots: set[int] = set()
     for number, shard in enumerate(plan.shards):
         if not 0 < shard.share <= SHARE_MAX:

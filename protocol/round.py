@@ -14,11 +14,11 @@ from protocol.ballots import Ballots
 from protocol.candidates import roots_of
 from protocol.chain import ChainState
 from protocol.events import Alarm, Apply, ExchangeEnded, Freeze, Frozen, HeaderDraft, HeaderSigned, StartExchange
-from protocol.fields import MAX_EDGES
 from protocol.journal import Journal
 from protocol.leading import Leader
 from protocol.messages import NIL, Commit, Join, PartHeader, Proposal, Ready, Roster, Signed, Vote
 from protocol.names import Digest, PeerId
+from protocol.ready_limits import EDGES_MAX, ranges_limit
 from protocol.record import ATTEMPTS_AHEAD, Record
 from protocol.standing import Standing
 from protocol.votes import ATTEMPTS_KEPT
@@ -178,14 +178,14 @@ class Round(Record):
             return
         ready = Ready(
             base=self.base,
-            ranges_done=event.ranges_done,
+            ranges_done=event.ranges_done[: ranges_limit(len(self.state.members))],
             tokens=event.tokens,
             norm=event.norm,
             largest=event.largest,
             units_wanted=event.units_wanted,
             upload_limit_bytes=self.standing.upload_limit_bytes,
             download_limit_bytes=self.standing.download_limit_bytes,
-            failed_edges=self.standing.failed_edges[:MAX_EDGES],
+            failed_edges=self.standing.failed_edges[:EDGES_MAX],
             parts_root=event.parts_root,
         )
         if self.my_ready is None or (ready.contributes and not self.my_ready.message.contributes):

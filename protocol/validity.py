@@ -6,9 +6,8 @@ has held for long, what earlier attempts brought) is passed in. Signatures are c
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Container, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from protocol.chain import ChainState, coordinator, decision, member, quorum
@@ -19,8 +18,9 @@ from protocol.leases import count, covers
 from protocol.messages import Join, Leave, Offence, PartHeader, Proposal, Ready, Roster, Signed
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.planning import ROSTER_MAX, check_plan, contributing_of
+from protocol.ready_limits import ready_limit_bytes
 from protocol.rules import Rules
-from protocol.weights import RosterWeights, check_runs, enough
+from protocol.weights import RosterWeights, check_runs
 from protocol.wire import roster_id, verify
 
 TRUSTING_ATTEMPT = 3
@@ -51,6 +51,8 @@ def check_ready(state: ChainState, rules: Rules, signed: Signed[Ready]) -> str |
     entry = member(state, sender)
     if entry is None:
         return f"the READY of {sender} is not a member's"
+    if len(signed.body) > (limit := ready_limit_bytes(len(state.members))):
+        return f"the READY of {sender} has {len(signed.body)} bytes; {len(state.members)} members have {limit} each"
     if why := check_runs(ready.tokens, rules.part_count):
         return f"the READY of {sender}: {why}"
     most = max((tokens for _, tokens in ready.tokens), default=0)
@@ -277,7 +279,8 @@ def check_result(
     if 2 * there < rules.part_count:
         return f"only {there} of {rules.part_count} parts have a result; at least half are needed"
     size_of = codec(rules.codec).encoded_bytes
-    weights = _PartWeights(rules, roster)
+    runs = [ready.message.tokens for ready in roster.readys]
+    weights = RosterWeights(runs, contributing_of(roster, rules), rules.weight_cap_ratio)
     for part, signed in enumerate(headers):
         if signed is None:
             continue
@@ -290,23 +293,6 @@ def check_result(
         if header.hash not in held_parts:
             return f"part {part} is not held here"
     return None
-
-
-class _PartWeights:
-    """Whether bitmaps hold half of a part's weight, decided once per bitmap and stretch of parts with equal tokens."""
-
-    def __init__(self, rules: Rules, roster: Roster) -> None:
-        runs = [signed.message.tokens for signed in roster.readys]
-        self._weights = RosterWeights(runs, contributing_of(roster, rules), rules.weight_cap_ratio)
-        self._ends = sorted({end for of_peer in runs for end in accumulate(parts for parts, _ in of_peer)})
-        self._enough: dict[tuple[int, int], bool] = {}
-
-    def enough(self, part: int, bitmap: int) -> bool:
-        key = (bisect_right(self._ends, part), bitmap)
-        known = self._enough.get(key)
-        if known is None:
-            known = self._enough[key] = enough(self._weights.at(part), bitmap)
-        return known
 
 
 def _check_valid_value(state: ChainState, rules: Rules, proposal: Proposal, keyring: Keyring) -> str | None:

@@ -7,13 +7,18 @@ rationals; a contributor's weight is at least 1. Bitmaps are integers: bit `i` i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 
 TokenRuns = Sequence[tuple[int, int]]
 """Run-length (parts, tokens) over all parts of the fragment, as in READY."""
+
+ANSWERS_KEPT = 4096
+"""Bitmaps of one roster whose weight is remembered; they come from peers."""
 
 TOKENS_MAX = 2**53
 """Tokens of one READY stay below it, so that a weight is exact as float64 and rounds to float32 once."""
@@ -74,18 +79,37 @@ def bits(bitmap: int) -> Iterator[int]:
 
 
 class RosterWeights:
-    """Weights of all parts of one roster. Parts with the same tokens share one computation."""
+    """Weights of all parts of one roster, computed once a stretch of parts over which no READY's tokens change."""
 
     def __init__(self, tokens: Sequence[TokenRuns], contributing: int, ratio: float) -> None:
         """`tokens` [READYs]; READYs outside the bitmap `contributing` have no weight whatever they claim."""
         self._ratio = ratio
-        self._runs = [runs if contributing >> index & 1 else () for index, runs in enumerate(tokens)]
-        self._cache: dict[tuple[int, ...], tuple[int, ...]] = {}
+        runs = [of_ready if contributing >> index & 1 else () for index, of_ready in enumerate(tokens)]
+        self._ends = [list(accumulate(parts for parts, _ in of_ready)) for of_ready in runs]
+        """[READYs] One past the last part of each run."""
+        self._tokens = [(*(count for _, count in of_ready), 0) for of_ready in runs]
+        """[READYs] Tokens of each run, and 0 behind the last."""
+        self._stretch_ends = sorted({end for of_ready in self._ends for end in of_ready})
+        self._weights: dict[int, tuple[int, ...]] = {}
+        """Stretch → weights [READYs]."""
+        self._enough: dict[tuple[int, int], bool] = {}
+        """(stretch, bitmap) → whether it is enough. Most parts of a shard have the same bitmap."""
 
     def at(self, part: int) -> tuple[int, ...]:
         """Weights [READYs] of `part`."""
-        tokens = tuple(tokens_of(runs, part) for runs in self._runs)
-        weights = self._cache.get(tokens)
+        stretch = bisect_right(self._stretch_ends, part)
+        weights = self._weights.get(stretch)
         if weights is None:
-            weights = self._cache[tokens] = tuple(part_weights(tokens, self._ratio))
+            tokens = [counts[bisect_right(ends, part)] for ends, counts in zip(self._ends, self._tokens, strict=True)]
+            weights = self._weights[stretch] = tuple(part_weights(tokens, self._ratio))
         return weights
+
+    def enough(self, part: int, bitmap: int) -> bool:
+        """`enough` for the weights of `part`."""
+        key = (bisect_right(self._stretch_ends, part), bitmap)
+        known = self._enough.get(key)
+        if known is None:
+            if len(self._enough) >= ANSWERS_KEPT:
+                self._enough.clear()
+            known = self._enough[key] = enough(self.at(part), bitmap)
+        return known

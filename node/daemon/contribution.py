@@ -19,7 +19,6 @@ from collections.abc import Sequence
 import msgspec
 
 from node.status import WorkStatus, WorkTotals
-from protocol.fields import MAX_RANGES
 from protocol.messages import Commit
 from protocol.names import PeerId
 from protocol.weights import TokenRuns, tokens_of
@@ -44,17 +43,17 @@ def run_lengths(values: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def claimable(tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """`tokens` [P] as runs that fit a READY.
+def claimable(tokens: Sequence[int], runs_max: int) -> tuple[tuple[int, int], ...]:
+    """`tokens` [P] as at most `runs_max` runs, so that they fit a READY (`protocol.ready_limits`).
 
     After rounds that counted every other part there may be more runs than a READY may hold, and nobody would read it:
     then neighbouring parts claim alike, what the least of them has. What a counted part holds beyond its claim is
     accounted for as over the limit; a part that claims nothing stays carried.
     """
     runs = run_lengths(tokens)
-    if len(runs) <= MAX_RANGES:
+    if len(runs) <= runs_max:
         return runs
-    together = -(-len(tokens) // MAX_RANGES)
+    together = -(-len(tokens) // runs_max)
     alike: list[int] = []
     for start in range(0, len(tokens), together):
         block = tokens[start : start + together]
@@ -169,14 +168,16 @@ class WorkLedger:
 
     # ------------------------------------------------------------ what becomes of it
 
-    def freeze(self, base: bytes, bytes_digest: bytes) -> tuple[tuple[int, int], ...]:
-        """What is carried is frozen for `base`; returns the runs for READY. Keep the account before READY is sent."""
+    def freeze(self, base: bytes, bytes_digest: bytes, *, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """What is carried is frozen for `base`; returns at most `runs_max` runs. Keep it before READY is sent."""
         account, claim = self.account, self.account.claim
         if claim is not None and claim.bytes_digest == bytes_digest:
-            account.claim = msgspec.structs.replace(claim, base=base)  # the same work, or a new lineage's name for it
-            return claim.tokens
+            # The same work, or a new lineage's name for it; that has other members, and its READY perhaps less room.
+            tokens = claim.tokens if len(claim.tokens) <= runs_max else claimable(from_runs(claim.tokens), runs_max)
+            account.claim = msgspec.structs.replace(claim, base=base, tokens=tokens)
+            return tokens
         self._abandon_claim(WITH_THE_TRAINER)
-        tokens = claimable([min(carried, self._token_cap) for carried in self._carried])
+        tokens = claimable([min(carried, self._token_cap) for carried in self._carried], runs_max)
         account.claim = Claim(base=base, bytes_digest=bytes_digest, tokens=tokens, held=run_lengths(self._carried))
         return tokens
 

@@ -9,7 +9,7 @@ import trio
 from protocol.names import PeerId
 
 MAX_MESSAGES_PER_PEER = 256
-MAX_BYTES_PER_PEER = 8 * 1024 * 1024
+MAX_BYTES_PER_PEER = 16 * 1024 * 1024
 
 
 class Inbox(trio.abc.ReceiveChannel[tuple[PeerId, bytes]]):

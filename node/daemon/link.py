@@ -39,7 +39,7 @@ from node.errors import AtollError, StrangerError
 from protocol.names import PeerId
 
 MAX_REQUEST_BYTES = 1024 * 1024
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
+MAX_ANSWER_BYTES = MAX_FRAME_BYTES
 FRAGMENT_BYTES = 64 * 1024
 MAX_CONCURRENT_REQUESTS = 8
 STRANGER_REQUESTS_PER_S = 10.0
@@ -190,7 +190,7 @@ class Link:
     # ------------------------------------------------------------ sending
 
     def send(self, data: bytes, replaces: str | None = None) -> None:
-        """Queue a datagram of less than 4 MiB; never blocks. One still queued under the same `replaces` gives way."""
+        """Queue a datagram of less than 8 MiB; never blocks. One still queued under the same `replaces` gives way."""
         try:
             frame = encode_frame(Datagram(data))
         except ValueError:

@@ -7,7 +7,7 @@ from collections import deque
 import trio
 
 MAX_QUEUED_DATAGRAMS = 256
-MAX_QUEUED_BYTES = 8 * 1024 * 1024
+MAX_QUEUED_BYTES = 16 * 1024 * 1024
 MAX_URGENT_FRAMES = 1024
 COALESCED_BYTES = 16 * 1024
 """Small frames are written together up to this size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from node.engine import api
 from protocol.events import RecomputePart
+from protocol.fields import bitmap_bytes
 from protocol.messages import Commit, PartHeader, Roster, Signed
 from protocol.names import Digest
 from protocol.planning import contributing_of
@@ -15,7 +16,7 @@ def part_ref(header: Signed[PartHeader]) -> api.PartRef:
     return api.PartRef(
         roster_id=message.roster_id,
         part=message.part,
-        bitmap=message.bitmap,
+        bitmap_bytes=bitmap_bytes(message.bitmap),
         hash=message.hash,
         length=message.length,
         root=header.sender,
@@ -49,7 +50,7 @@ def exchange_request(roster_id: Digest, roster: Roster, my_index: int, rules: Ru
         base=roster.base.digest(),
         my_index=my_index,
         peers=tuple(ready.sender for ready in roster.readys),
-        contributing=contributing,
+        contributing_bytes=bitmap_bytes(contributing),
         tokens=tuple(ready.message.tokens for ready in roster.readys),
         shards=tuple(api.ShardPlan(share=shard.share, parents=shard.parents) for shard in roster.plan.shards),
         durations_s=roster.durations_s,
@@ -70,10 +71,10 @@ def recompute_request(effect: RecomputePart, rules: Rules, timeout_s: float) -> 
         id=0,
         base=roster.base.digest(),
         part=effect.part,
-        bitmap=header.message.bitmap,
+        bitmap_bytes=bitmap_bytes(header.message.bitmap),
         result_hash=header.message.hash,
         peers=tuple(ready.sender for ready in roster.readys),
-        contributing=contributing_of(roster, rules),
+        contributing_bytes=bitmap_bytes(contributing_of(roster, rules)),
         tokens=tuple(ready.message.tokens for ready in roster.readys),
         shards=tuple(api.ShardPlan(share=shard.share, parents=shard.parents) for shard in roster.plan.shards),
         parts_roots=tuple(ready.message.parts_root for ready in roster.readys),

@@ -19,7 +19,8 @@ from node.errors import AtollError, StrangerError
 CONTROL_PROTOCOL = TProtocol("/atoll/control/1")
 PROTOCOL_VERSION = 2
 
-MAX_FRAME_BYTES = 4 * 1024 * 1024
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+"""The commit of the largest model, by the largest roster (`protocol.ready_limits`)."""
 MAX_HELLO_BYTES = 16 * 1024
 
 WRITE_TIMEOUT_S = 45.0

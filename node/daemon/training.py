@@ -26,6 +26,7 @@ from protocol.chain import ChainState, member
 from protocol.events import Event, Frozen, TrainerProgress
 from protocol.messages import Commit, UnitRange
 from protocol.names import Base
+from protocol.ready_limits import runs_limit
 from protocol.rules import Rules
 
 SURRENDER_S = 10.0
@@ -282,7 +283,7 @@ class Training:
             if self._offers(base, contribution):
                 self._send_frozen(base, (), None, contribution)
             return
-        if not self._offers(base, contribution):
+        if self._state is None or not self._offers(base, contribution):
             return  # a commit that did not wait for it came first
         if not encoded.finite:
             log.error("the trainer's pseudo-gradient holds NaN or infinity: it is discarded", round=contribution.round)
@@ -291,7 +292,8 @@ class Training:
             self._reset_reason = NOT_FINITE
             self._send_frozen(base, (), None, contribution)
             return
-        tokens = await self._work.freeze(base.digest(), encoded.parts_root)
+        runs_max = runs_limit(len(self._state.members))
+        tokens = await self._work.freeze(base.digest(), encoded.parts_root, runs_max=runs_max)
         if not self._offers(base, contribution):
             return
         self._encoded = encoded

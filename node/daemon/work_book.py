@@ -50,9 +50,11 @@ class WorkBook:
         self.ledger.hand_over(made, tokens)
         self._keep()
 
-    async def freeze(self, base: bytes, bytes_digest: bytes) -> tuple[tuple[int, int], ...]:
-        """The runs for READY. They are on disk when this returns, unless the disk refuses, which is counted."""
-        runs = self.ledger.freeze(base, bytes_digest)
+    async def freeze(self, base: bytes, bytes_digest: bytes, *, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """At most `runs_max` runs for READY. They are on disk when this returns, unless the disk refuses, which is
+        counted.
+        """
+        runs = self.ledger.freeze(base, bytes_digest, runs_max=runs_max)
         kept = await trio.to_thread.run_sync(partial(self._file.save, self.ledger.snapshot(), durable=True))
         self._keep()  # what changed meanwhile: the thread's may have replaced it
         if not kept:

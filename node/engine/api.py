@@ -11,6 +11,9 @@ unasked. Digests are 32 raw bytes, peer ids base58. The engine owns the folder `
 
 The memfds arrive as descriptors with `Open`: theta, momentum, delta, in this order, each `elements` fp32
 (momentum: `elements - buffer_elements`).
+
+Bitmaps over a roster's READYs travel as little-endian bytes (`protocol.fields.bitmap_bytes`): msgpack's integers end at
+64 bits, rosters do not.
 """
 
 from __future__ import annotations
@@ -127,13 +130,18 @@ class PartRef(msgspec.Struct, frozen=True, kw_only=True):
 
     roster_id: bytes
     part: int
-    bitmap: int
+    bitmap_bytes: bytes
     hash: bytes
     length: int
     root: str
     body: bytes
     """The signed body, verbatim (forwarded with DOWN)."""
     signature: bytes
+
+    @property
+    def bitmap(self) -> int:
+        """Of the contributions in it."""
+        return int.from_bytes(self.bitmap_bytes, "little")
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,8 +192,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     my_index: int
     peers: tuple[str, ...]
     """Peer ids in bit order."""
-    contributing: int
-    """Bitmap of READYs with an UP slot."""
+    contributing_bytes: bytes
     tokens: tuple[tuple[tuple[int, int], ...], ...]
     """Per READY: run-length (parts, tokens)."""
     shards: tuple[ShardPlan, ...]
@@ -198,6 +205,11 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Per READY: its declared largest magnitude, the bound that its values are checked against; empty: no bound."""
     weight_cap_ratio: float = 3.0
     """Of the manifest: no weight exceeds this many times the roster's median."""
+
+    @property
+    def contributing(self) -> int:
+        """Bitmap of READYs with an UP slot."""
+        return int.from_bytes(self.contributing_bytes, "little")
 
 
 class StopExchange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -231,11 +243,11 @@ class Recompute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: int
     base: bytes
     part: int
-    bitmap: int
+    bitmap_bytes: bytes
     result_hash: bytes
     """What the part's header says."""
     peers: tuple[str, ...]
-    contributing: int
+    contributing_bytes: bytes
     tokens: tuple[tuple[tuple[int, int], ...], ...]
     shards: tuple[ShardPlan, ...]
     parts_roots: tuple[bytes, ...]
@@ -245,6 +257,16 @@ class Recompute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     yields: bool
     """To the next exchange, which ends it: `unknown`."""
     timeout_s: float
+
+    @property
+    def bitmap(self) -> int:
+        """What the part's header says that it holds."""
+        return int.from_bytes(self.bitmap_bytes, "little")
+
+    @property
+    def contributing(self) -> int:
+        """Bitmap of READYs with an UP slot."""
+        return int.from_bytes(self.contributing_bytes, "little")
 
 
 class FetchArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -394,9 +416,14 @@ class HeaderWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     roster_id: bytes
     part: int
-    bitmap: int
+    bitmap_bytes: bytes
     hash: bytes
     length: int
+
+    @property
+    def bitmap(self) -> int:
+        """Of the contributions in it."""
+        return int.from_bytes(self.bitmap_bytes, "little")
 
 
 class PartHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -27,7 +27,6 @@ from node.engine.frames import (
     Kind,
     MetaDecoder,
     UpMeta,
-    bitmap_bytes,
     pack_want,
     unpack_want,
     want_payload_bytes,
@@ -40,6 +39,7 @@ from node.engine.switchboard import DIAL_ATTEMPTS, Switchboard, Unreachable
 from node.engine.threads import Threads
 from node.errors import StrangerError
 from protocol.exchange import Decision, ExchangeMachine, LeaveEmpty, Reduce, SendPartial
+from protocol.fields import bitmap_bytes
 from protocol.messages import PartHeader
 from protocol.plan import Plan, Shard
 from protocol.planning import deal
@@ -396,7 +396,7 @@ class Exchange:
         ref = api.PartRef(
             roster_id=said.roster_id,
             part=part,
-            bitmap=said.bitmap,
+            bitmap_bytes=bitmap_bytes(said.bitmap),
             hash=said.hash,
             length=said.length,
             root=root,
@@ -461,7 +461,7 @@ class Exchange:
         wanted = api.HeaderWanted(
             roster_id=self.roster_id,
             part=decision.part,
-            bitmap=decision.bitmap,
+            bitmap_bytes=bitmap_bytes(decision.bitmap),
             hash=data_hash,
             length=len(data),
         )

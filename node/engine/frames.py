@@ -136,10 +136,6 @@ class MetaDecoder:
             raise StrangerError(f"a request does not decode: {error}") from error
 
 
-def bitmap_bytes(bitmap: int) -> bytes:
-    return bitmap.to_bytes((bitmap.bit_length() + 7) // 8 or 1, "little")
-
-
 def want_payload_bytes(part_count: int) -> int:
     return 2 * ((part_count + 7) // 8)
 

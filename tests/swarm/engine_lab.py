@@ -28,6 +28,7 @@ from node.daemon.engine_client import EngineClient
 from node.engine import api
 from node.peer_id import peer_id_of
 from node.supervisor import link as supervisor_link
+from protocol.fields import bitmap_bytes
 from protocol.messages import PartHeader
 from protocol.names import digest
 from protocol.plan import Plan
@@ -208,7 +209,7 @@ class LabEngine:
         return api.PartRef(
             roster_id=wanted.roster_id,
             part=wanted.part,
-            bitmap=wanted.bitmap,
+            bitmap_bytes=wanted.bitmap_bytes,
             hash=wanted.hash,
             length=wanted.length,
             root=self.peer_id,
@@ -358,7 +359,7 @@ class Round:
                 base=self.base,
                 my_index=index,
                 peers=tuple(one.peer_id for one in self.engines),
-                contributing=contributing,
+                contributing_bytes=bitmap_bytes(contributing),
                 tokens=tuple(self.tokens),
                 shards=tuple(api.ShardPlan(share=shard.share, parents=shard.parents) for shard in self.plan.shards),
                 durations_s=(self.duration_s,) * (levels + 1),

@@ -24,10 +24,10 @@ def request(turn: Round, encoded: list[api.Encoded], ref: api.PartRef) -> api.Re
         id=0,
         base=exchange.base,
         part=ref.part,
-        bitmap=ref.bitmap,
+        bitmap_bytes=ref.bitmap_bytes,
         result_hash=ref.hash,
         peers=exchange.peers,
-        contributing=exchange.contributing,
+        contributing_bytes=exchange.contributing_bytes,
         tokens=exchange.tokens,
         shards=exchange.shards,
         parts_roots=exchange.parts_roots,
@@ -66,7 +66,7 @@ def test_every_part_is_recomputed_to_the_bit_and_a_lie_is_seen(tmp_path: Path) -
                     assert 2 * part_bytes <= answer.bytes_received <= 2 * (part_bytes + 15 * 32), "its own is at hand"
                 lie = msgspec.structs.replace(request(turn, encoded, refs[0]), result_hash=OTHER_HASH)
                 assert (await verdict(turn.engines[0], lie)).verdict == "wrong"
-                fewer = msgspec.structs.replace(request(turn, encoded, refs[0]), bitmap=0b011)
+                fewer = msgspec.structs.replace(request(turn, encoded, refs[0]), bitmap_bytes=bytes([0b011]))
                 assert (await verdict(turn.engines[0], fewer)).verdict == "wrong"
                 # A round later the bytes are still there; two rounds later they are not.
                 await finished(swarm, flat_round(swarm, 1))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from protocol import chain, wire
 from protocol.chain import ChainState
 from protocol.codecs import codec
+from protocol.grouping import plan_for
 from protocol.messages import (
     Certificate,
     Commit,
@@ -23,7 +24,7 @@ from protocol.messages import (
     Vote,
 )
 from protocol.names import Digest, PeerId, digest, encode_integer
-from protocol.planning import contributing_of, deal, flat_plan, level_durations
+from protocol.planning import contributing_of, deal, level_durations
 from protocol.rules import Quorum, Rules
 
 
@@ -112,7 +113,7 @@ def sign_roster(
     draft = Roster(base=state.base, attempt=attempt, readys=readys, absent=absent)
     if parts:
         contributing = contributing_of(draft, rules)
-        plan = flat_plan(len(readys), contributing)
+        plan = plan_for(state.base.digest(), [ready.sender for ready in readys], contributing, rules.part_count)
         durations = level_durations(plan, contributing, deal(state.base.digest(), rules.part_count, plan), rules)
     roster = Roster(
         base=state.base,

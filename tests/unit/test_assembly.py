@@ -139,7 +139,7 @@ def test_too_few_contributors_make_a_roster_without_parts_only_for_joins() -> No
 
 def test_a_full_roster_leaves_nobody_out() -> None:
     """More are ready than one roster holds: the electors are in it, and no voter takes the others for left out."""
-    many = peers(70)
+    many = peers(planning.ROSTER_MAX + 6)
     rules = make_rules(many)
     state = chain.genesis(rules)
     assembly = Assembly(state=state, rules=rules)

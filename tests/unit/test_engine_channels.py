@@ -20,7 +20,6 @@ from node.engine.frames import (
     Kind,
     MetaDecoder,
     UpMeta,
-    bitmap_bytes,
     pack_want,
     unpack_want,
     want_payload_bytes,
@@ -29,6 +28,7 @@ from node.engine.handshake import MAX_TOKENS_PER_PEER, HandshakeFailed, TokenBoo
 from node.engine.strangers import FAIR_TIME_S, MAX_PER_HOST, MAX_TOTAL, Strangers
 from node.errors import StrangerError
 from protocol.codecs import codec
+from protocol.fields import bitmap_bytes
 from protocol.planning import deal, flat_plan
 from protocol.stations import ExchangeView, Station
 

@@ -30,7 +30,7 @@ def part_ref(roster: int, part: int, payload: bytes) -> PartRef:
     return PartRef(
         roster_id=digest(b"roster", bytes([roster])),
         part=part,
-        bitmap=1,
+        bitmap_bytes=b"\1",
         hash=blake3(payload).digest(),
         length=len(payload),
         root="root",

@@ -14,7 +14,6 @@ import pytest
 from run_samples import CREATOR, LAYOUT, OTHER, VALID, sign, verify
 
 from node import __version__
-from node.daemon.streams import MAX_FRAME_BYTES
 from node.manifest import (
     MAX_MANIFEST_BYTES,
     UNBOUNDED_EPOCH_UNITS,
@@ -30,10 +29,6 @@ from node.manifest import (
     signing_bytes,
     validate,
 )
-from node.manifest_checks import MAX_PARTS
-from protocol import wire
-from protocol.messages import PartHeader, Proposal, Signed
-from protocol.names import Base, digest, initial_lineage
 from protocol.rules import Quorum
 
 HUB = Data(
@@ -309,13 +304,3 @@ def test_reading_a_manifest_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_proposal_over_the_most_parts_fits_into_a_frame() -> None:
-    """What names every part of the largest model that a manifest may have travels in one frame."""
-    run = digest(b"run")
-    base = Base(run=run, lineage=initial_lineage(run), round=1 << 39, prev=run, state_hash=run)
-    header = PartHeader(roster_id=run, part=MAX_PARTS - 1, bitmap=(1 << 64) - 1, hash=run, length=1 << 27)
-    signed = Signed(sender="1" * 52, message=header, body=wire.encode_body(header), signature=bytes(64))
-    proposal = Proposal(base=base, attempt=1, roster_id=run, headers=(signed,) * MAX_PARTS)
-    assert len(wire.encode_body(proposal)) + 256 * 1024 < MAX_FRAME_BYTES

@@ -252,7 +252,7 @@ def test_a_roster_of_too_many_is_refused() -> None:
     rules = make_rules(many)
     state = chain.genesis(rules)
     readys = [sign_ready(state, rules, peer) for peer in many]
-    for count, expected in ((ROSTER_MAX, None), (ROSTER_MAX + 1, "the roster has 65 READYs, more than 64")):
+    for count, expected in ((ROSTER_MAX, None), (ROSTER_MAX + 1, "the roster has 1025 READYs, more than 1024")):
         roster = sign_roster(state, rules, readys[:count])
         assert check_roster(state, rules, roster, KEYRING) == expected
 

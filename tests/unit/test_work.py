@@ -71,24 +71,24 @@ def test_work_in_every_other_part_of_a_large_model_still_fits_a_ready() -> None:
     state = chain.genesis(make_rules(peers(1)))
     parts = 16_384
     carried = [900 if part % 2 else 100 + part for part in range(parts)]
-    tokens = claimable(carried)
+    tokens = claimable(carried, MAX_RANGES)
     assert len(tokens) <= MAX_RANGES
     assert all(claim <= held for claim, held in zip(from_runs(tokens), carried, strict=True))
     ready = Ready(base=state.base, tokens=tokens)
     assert wire.decode(wire.encode(wire.sign(KEYRING, ME, ready))).message == ready
     few = [100] * 8000 + [200] * 8384
-    assert claimable(few) == ((8000, 100), (8384, 200)), "nothing is lost where there is no need"
+    assert claimable(few, MAX_RANGES) == ((8000, 100), (8384, 200)), "nothing is lost where there is no need"
 
 
 def test_counted_parts_leave_once_and_the_others_ride_along() -> None:
     book = ledger()
     book.loaded(0, 0, WITH_THE_TRAINER)
     book.hand_over(100, 100)
-    assert from_runs(book.freeze(b"base 0", b"bytes 0")) == [100] * PARTS
+    assert from_runs(book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)) == [100] * PARTS
     book.settle(b"base 0", [100, 0, 100], place(1))
     assert balanced(book) == (300, 200, 100, {})
     book.hand_over(150, 50)
-    assert from_runs(book.freeze(b"base 1", b"bytes 1")) == [50, 150, 50]
+    assert from_runs(book.freeze(b"base 1", b"bytes 1", runs_max=MAX_RANGES)) == [50, 150, 50]
     book.settle(b"base 1", [50, 150, 50], place(2))
     assert balanced(book) == (450, 450, 0, {})
 
@@ -96,7 +96,7 @@ def test_counted_parts_leave_once_and_the_others_ride_along() -> None:
 def test_a_trainer_that_was_killed_takes_exactly_what_it_had() -> None:
     book = ledger()
     book.hand_over(100, 100)
-    book.freeze(b"base 0", b"bytes 0")
+    book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
     book.settle(b"base 0", [100, 0, 0], place(1))
     book.report(140)
     # It made one more step than it told of; the next one finds it in the counter.
@@ -108,11 +108,11 @@ def test_frozen_work_may_be_counted_when_no_model_holds_it_any_more() -> None:
     """The node was killed behind its READY, and its next trainer trains the same round."""
     book = ledger()
     book.hand_over(100, 100)
-    claim = book.freeze(b"base 0", b"bytes 0")
+    claim = book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
     book.loaded(100, 0, WITH_THE_TRAINER)
     assert balanced(book) == (300, 0, 300, {})
     book.hand_over(130, 30)
-    assert book.freeze(b"base 0", b"bytes 0") == claim, "the same bytes, the same claim"
+    assert book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES) == claim, "the same bytes, the same claim"
     book.settle(b"base 0", [100, 100, 0], place(1))
     # Where it was counted, the model is the outer state: the second trainer's work is gone there.
     assert balanced(book) == (390, 200, 30, {BEHIND_THE_FREEZE: 60, WITH_THE_TRAINER: 100})
@@ -129,7 +129,7 @@ def test_a_daemon_that_died_is_told_the_contribution_again() -> None:
 def test_a_claim_is_capped_and_what_is_over_it_is_reported() -> None:
     book = ledger(cap=60)
     book.hand_over(100, 100)
-    assert from_runs(book.freeze(b"base 0", b"bytes 0")) == [60] * PARTS
+    assert from_runs(book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)) == [60] * PARTS
     book.settle(b"base 0", [60, 60, 0], place(1))
     assert balanced(book) == (300, 120, 100, {OVER_THE_LIMIT: 80})
 
@@ -160,7 +160,7 @@ def test_a_commit_of_a_life_whose_account_was_lost_is_counted() -> None:
 def test_a_roster_without_parts_counts_nothing() -> None:
     book = ledger()
     book.hand_over(100, 100)
-    book.freeze(b"base 0", b"bytes 0")
+    book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
     book.settle(b"base 0", [], place(1))
     assert balanced(book) == (300, 0, 300, {})
 
@@ -168,8 +168,8 @@ def test_a_roster_without_parts_counts_nothing() -> None:
 def test_a_new_lineage_offers_the_same_work_under_its_own_name() -> None:
     book = ledger()
     book.hand_over(100, 100)
-    claim = book.freeze(b"base 0", b"bytes 0")
-    assert book.freeze(b"base 0'", b"bytes 0") == claim
+    claim = book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
+    assert book.freeze(b"base 0'", b"bytes 0", runs_max=MAX_RANGES) == claim
     book.settle(b"base 0'", [100] * PARTS, place(1))
     assert balanced(book) == (300, 300, 0, {})
 
@@ -235,7 +235,7 @@ class World:
             self.outbox, self.frozen_by = [earlier + self.steps for earlier in self.model], self.life
         if self.dies():
             return
-        runs = self.book.freeze(self.base, b"bytes of %s" % self.base)
+        runs = self.book.freeze(self.base, b"bytes of %s" % self.base, runs_max=MAX_RANGES)
         self.keep()
         if not self.dies():
             self.ready = from_runs(runs)
@@ -395,7 +395,7 @@ def test_the_chain_is_read_from_where_the_account_stands(tmp_path: Path) -> None
 def test_what_another_lineage_had_counted_is_discarded_with_it() -> None:
     book = ledger()
     book.hand_over(100, 100)
-    book.freeze(b"base 0", b"bytes 0")
+    book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
     book.settle(b"base 0", [100, 100, 100], place(1))
     book.hand_over(150, 50)
     assert book.recount(0, place(9)) == 100
@@ -407,7 +407,7 @@ def test_what_the_other_lineage_counts_is_not_lost_with_this_one() -> None:
     """A READY of the old lineage was committed there after all."""
     book = ledger()
     book.hand_over(100, 100)
-    book.freeze(b"base 0", b"bytes 0")
+    book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
     assert book.recount(300, place(1)) == 0
     book.discard(STATE_REPLACED)
     assert balanced(book) == (300, 300, 0, {})
@@ -417,10 +417,10 @@ def test_back_on_a_lineage_that_was_left_its_work_counts_again_and_once() -> Non
     """What was frozen there stays frozen; the rest of what was carried went with the model."""
     book = ledger()
     book.hand_over(100, 100)
-    book.freeze(b"base 0", b"bytes 0")
+    book.freeze(b"base 0", b"bytes 0", runs_max=MAX_RANGES)
     book.settle(b"base 0", [100, 100, 100], place(1))
     book.hand_over(150, 50)
-    book.freeze(b"base 1", b"bytes 1")
+    book.freeze(b"base 1", b"bytes 1", runs_max=MAX_RANGES)
     assert book.recount(0, place(9)) == 100
     assert book.discard(STATE_REPLACED, frozen_stays=True) == 0
     assert balanced(book) == (450, 0, 150, {LINEAGE_LOST: 300})
@@ -434,12 +434,12 @@ def test_back_on_a_lineage_that_was_left_its_work_counts_again_and_once() -> Non
 def test_what_is_frozen_for_the_lineage_that_is_resumed_may_be_counted_yet() -> None:
     book = ledger()
     book.hand_over(50, 50)
-    claim = book.freeze(b"base 1", b"bytes 1")
+    claim = book.freeze(b"base 1", b"bytes 1", runs_max=MAX_RANGES)
     book.discard(STATE_REPLACED, frozen_stays=True)
     assert book.recount(0, place(1)) == 0
     book.loaded(50, 0, STATE_REPLACED)
     book.hand_over(90, 40)
-    assert book.freeze(b"base 1", b"bytes 1") == claim, "a base is frozen once"
+    assert book.freeze(b"base 1", b"bytes 1", runs_max=MAX_RANGES) == claim, "a base is frozen once"
     book.settle(b"base 1", [50, 50, 50], place(2))
     assert balanced(book)[:2] == (270, 150)
 

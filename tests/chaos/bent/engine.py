@@ -28,9 +28,9 @@ from node.engine import api
 from node.engine.engine import Engine
 from node.engine.exchange import Exchange
 from node.engine.exchange_sums import WaitingSums
-from node.engine.frames import bitmap_bytes
 from node.engine.snapshots import SnapshotStore
 from protocol.exchange import Reduce, SendPartial
+from protocol.fields import bitmap_bytes
 from protocol.state_hash import chunk_hash
 from tests.chaos.bent import bends
 from tests.chaos.bent.strikes import Striker

@@ -1,0 +1,103 @@
+"""Which tree each shard gets (protocol section 3): flat while everyone fits below one root, else in groups.
+
+A grouped plan cuts the roster into about √n groups of about √n READYs, so that a root has its own group's members and
+one head of each other group below it, and a head has its group's: 31 + 32 children at 1,024 READYs, and two levels are
+always enough. Groups follow the order of the roster, which hardly changes from round to round, so that most connections
+of one round serve the next. Roots and heads are drawn anew by `H(base, peer)`, so that nobody depends on the same head
+for ever.
+
+Shapes: `n` READYs, `g` groups, `s` shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.names import Digest, PeerId, digest
+from protocol.plan import Plan, Shard
+from protocol.planning import MAX_FAN, MAX_GROUPED_SHARDS, flat_plan
+from protocol.weights import bits
+
+
+def plan_for(base_digest: Digest, peers: Sequence[PeerId], contributing: int, part_count: int) -> Plan:
+    """The plan of a roster over `peers` [n], of whom the bitmap `contributing` names those with a slot."""
+    if len(peers) <= MAX_FAN + 1:
+        return flat_plan(len(peers), contributing)
+    return grouped_plan(base_digest, peers, contributing, part_count)
+
+
+def grouped_plan(base_digest: Digest, peers: Sequence[PeerId], contributing: int, part_count: int) -> Plan:
+    """At most `MAX_GROUPED_SHARDS` trees of two levels; no more than there are parts or contributors.
+
+    Raises ValueError without contributors, or with more READYs than two levels hold.
+    """
+    if not 0 < contributing < 1 << len(peers):
+        raise ValueError(f"bitmap {contributing:#x} names no contributor among {len(peers)} READYs")
+    groups = _groups(base_digest, peers, contributing)
+    widest = max(len(group.order) for group in groups) - 1 + len(groups) - 1
+    if widest > MAX_FAN:
+        raise ValueError(f"{len(peers)} READYs in {len(groups)} groups give a root {widest} children, above {MAX_FAN}")
+    # All roots first: who is one takes fewer groups on, whichever shard comes first.
+    roots = _roots(groups, min(MAX_GROUPED_SHARDS, contributing.bit_count(), part_count))
+    return Plan(shards=tuple(Shard(share=1, parents=_tree(len(peers), *root, groups)) for root in roots))
+
+
+@dataclass(slots=True)
+class _Group:
+    order: list[int]
+    """Its READYs, in the order in which they come to be roots and heads: contributors first."""
+    contributors: int
+    duties: list[int]
+    """What each that may lead the group carries so far: children, and partial sums, which have twice the bytes.
+
+    Its contributors; or all, if there is none and nothing to sum."""
+
+    def lead(self, place: int, partials: int) -> int:
+        """The READY at `place` takes on its group's members, and so many partial sums."""
+        self.duties[place] += len(self.order) + 2 * partials
+        return self.order[place]
+
+    def head(self) -> int:
+        """Who carries least; its own partial sum goes to the root."""
+        return self.lead(min(range(len(self.duties)), key=self.duties.__getitem__), 1)
+
+
+def _groups(base_digest: Digest, peers: Sequence[PeerId], contributing: int) -> list[_Group]:
+    """Contributors and others are each spread evenly, so that sizes differ by two at most."""
+    count = math.isqrt(len(peers) - 1) + 1
+    inside = list(bits(contributing))
+    others = list(bits(~contributing & (1 << len(peers)) - 1))
+    turn = [digest(b"atoll/turn", base_digest, peer.encode()) for peer in peers]
+    groups = []
+    for number in range(count):
+        mine = _share(inside, number, count)
+        rest = _share(others, number, count)
+        order = sorted(mine, key=turn.__getitem__) + sorted(rest, key=turn.__getitem__)
+        if order:
+            groups.append(_Group(order=order, contributors=len(mine), duties=[0] * (len(mine) or len(rest))))
+    return groups
+
+
+def _share(items: list[int], number: int, count: int) -> list[int]:
+    return items[number * len(items) // count : (number + 1) * len(items) // count]
+
+
+def _roots(groups: Sequence[_Group], shards: int) -> list[tuple[int, int]]:
+    """(group, READY) of each shard's root: the first contributor of each group, then the second of each, and so on."""
+    places = sorted((place, number) for number, group in enumerate(groups) for place in range(group.contributors))
+    return [(number, groups[number].lead(place, len(groups) - 1)) for place, number in places[:shards]]
+
+
+def _tree(peers: int, root_group: int, root: int, groups: Sequence[_Group]) -> tuple[int, ...]:
+    """Parents [n] of one shard's tree."""
+    parents = [root] * peers
+    for number, group in enumerate(groups):
+        if number != root_group:
+            head = group.head()
+            for member in group.order:
+                parents[member] = head
+            parents[head] = root
+    parents[root] = -1
+    return tuple(parents)
