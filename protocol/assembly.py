@@ -192,9 +192,8 @@ class Assembly:
         return replace(common, absent=0) if changes and contributing.bit_count() < self.rules.min_peers else None
 
     def _with_plan(self, roster: Roster, contributing: int, stretch: float) -> Roster:
-        base_digest, part_count = roster.base.digest(), self.rules.part_count
-        plan = grouping.plan_for(base_digest, [signed.sender for signed in roster.readys], contributing, part_count)
-        dealt = planning.deal(base_digest, part_count, plan)
+        plan = grouping.plan_for(roster, contributing, self.rules)
+        dealt = planning.deal(roster.base.digest(), self.rules.part_count, plan)
         predicted_s = planning.level_durations(plan, contributing, dealt, self.rules)
         durations_s = planning.stretched(predicted_s, stretch, self.rules)
         return replace(roster, plan=plan, durations_s=durations_s)

@@ -3,8 +3,8 @@
 A grouped plan cuts the roster into about √n groups of about √n READYs, so that a root has its own group's members and
 one head of each other group below it, and a head has its group's: 31 + 32 children at 1,024 READYs, and two levels are
 always enough. Groups follow the order of the roster, which hardly changes from round to round, so that most connections
-of one round serve the next. Roots and heads are drawn anew by `H(base, peer)`, so that nobody depends on the same head
-for ever.
+of one round serve the next. Roots and heads are drawn anew for each attempt by `H(base, attempt, peer)`, so that nobody
+depends on the same head for ever.
 
 Shapes: `n` READYs, `g` groups, `s` shards.
 """
@@ -15,27 +15,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.names import Digest, PeerId, digest
+from protocol.messages import Roster
+from protocol.names import Digest, PeerId, digest, encode_integer
 from protocol.plan import Plan, Shard
 from protocol.planning import MAX_FAN, MAX_GROUPED_SHARDS, flat_plan
+from protocol.rules import Rules
 from protocol.weights import bits
 
 
-def plan_for(base_digest: Digest, peers: Sequence[PeerId], contributing: int, part_count: int) -> Plan:
-    """The plan of a roster over `peers` [n], of whom the bitmap `contributing` names those with a slot."""
-    if len(peers) <= MAX_FAN + 1:
-        return flat_plan(len(peers), contributing)
-    return grouped_plan(base_digest, peers, contributing, part_count)
+def plan_for(draft: Roster, contributing: int, rules: Rules) -> Plan:
+    """The plan of a roster that has none yet; the bitmap `contributing` names its READYs with a slot."""
+    if len(draft.readys) <= MAX_FAN + 1:
+        return flat_plan(len(draft.readys), contributing)
+    draw = digest(b"atoll/turn", draft.base.digest(), encode_integer(draft.attempt))
+    return grouped_plan([ready.sender for ready in draft.readys], contributing, rules.part_count, draw)
 
 
-def grouped_plan(base_digest: Digest, peers: Sequence[PeerId], contributing: int, part_count: int) -> Plan:
-    """At most `MAX_GROUPED_SHARDS` trees of two levels; no more than there are parts or contributors.
+def grouped_plan(peers: Sequence[PeerId], contributing: int, part_count: int, draw: Digest) -> Plan:
+    """At most `MAX_GROUPED_SHARDS` trees of two levels over `peers` [n]; no more than there are parts or contributors.
+    `draw` decides whose turn it is.
 
     Raises ValueError without contributors, or with more READYs than two levels hold.
     """
     if not 0 < contributing < 1 << len(peers):
         raise ValueError(f"bitmap {contributing:#x} names no contributor among {len(peers)} READYs")
-    groups = _groups(base_digest, peers, contributing)
+    groups = _groups(peers, contributing, draw)
     widest = max(len(group.order) for group in groups) - 1 + len(groups) - 1
     if widest > MAX_FAN:
         raise ValueError(f"{len(peers)} READYs in {len(groups)} groups give a root {widest} children, above {MAX_FAN}")
@@ -64,12 +68,12 @@ class _Group:
         return self.lead(min(range(len(self.duties)), key=self.duties.__getitem__), 1)
 
 
-def _groups(base_digest: Digest, peers: Sequence[PeerId], contributing: int) -> list[_Group]:
+def _groups(peers: Sequence[PeerId], contributing: int, draw: Digest) -> list[_Group]:
     """Contributors and others are each spread evenly, so that sizes differ by two at most."""
     count = math.isqrt(len(peers) - 1) + 1
     inside = list(bits(contributing))
     others = list(bits(~contributing & (1 << len(peers)) - 1))
-    turn = [digest(b"atoll/turn", base_digest, peer.encode()) for peer in peers]
+    turn = [digest(b"atoll/order", draw, peer.encode()) for peer in peers]
     groups = []
     for number in range(count):
         mine = _share(inside, number, count)

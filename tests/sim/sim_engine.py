@@ -1,4 +1,7 @@
-"""A simulated engine: flat exchanges of integers, with slots that close when they are filled or late."""
+"""A simulated engine: exchanges of integers over a plan's trees, with slots that close when they are filled or late.
+
+A partial sum is what it is made of: the integers in it, by whom.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from sim_model import PARTS, Payload, payload_bytes, value_hash
 
+from protocol import planning
 from protocol.commitment import proves
 from protocol.events import ExchangeEnded, HeaderDraft, HeaderSigned, StartExchange
 from protocol.messages import PartHeader, Signed
 from protocol.names import Digest, PeerId
-from protocol.planning import contributing_of, deal
+from protocol.planning import Tree, contributing_of
 from protocol.weights import RosterWeights, bits, enough
 
 if TYPE_CHECKING:
@@ -23,15 +27,22 @@ if TYPE_CHECKING:
 class Exchange:
     effect: StartExchange
     peers: tuple[PeerId, ...]
+    index: dict[PeerId, int]
+    """Of each of `peers`."""
+    me: int
     contributing: int
-    roots: tuple[int, ...]
-    """Index of the root of each part."""
+    trees: tuple[Tree, ...]
+    """Of each part."""
     weights: RosterWeights
-    slots: dict[int, dict[PeerId, int]] = field(default_factory=dict)
-    """Parts of which I am the root → what came so far."""
+    slots: dict[int, dict[PeerId, dict[PeerId, int]]] = field(default_factory=dict)
+    """Parts that I sum → child, or myself → what it brought."""
     closed: set[int] = field(default_factory=set)
     got: set[int] = field(default_factory=set)
     ended: bool = False
+
+    def reached(self, part: int) -> dict[PeerId, int]:
+        """The contributions to a part that I sum, as far as they are here."""
+        return {peer: value for brought in self.slots[part].values() for peer, value in brought.items()}
 
 
 class Engine:
@@ -47,79 +58,102 @@ class Engine:
         assert roster.plan is not None
         rules = self.node.world.rules
         contributing = contributing_of(roster, rules)
-        roots = [shard.root for shard in roster.plan.shards]
+        shards = planning.trees(roster.plan, contributing)
+        peers = tuple(signed.sender for signed in roster.readys)
+        assert effect.my_index is not None
         exchange = Exchange(
             effect=effect,
-            peers=tuple(signed.sender for signed in roster.readys),
+            peers=peers,
+            index={peer: index for index, peer in enumerate(peers)},
+            me=effect.my_index,
             contributing=contributing,
-            roots=tuple(roots[shard] for shard in deal(roster.base.digest(), rules.part_count, roster.plan)),
+            trees=tuple(shards[shard] for shard in planning.deal(roster.base.digest(), rules.part_count, roster.plan)),
             weights=RosterWeights(
                 [signed.message.tokens for signed in roster.readys], contributing, rules.weight_cap_ratio
             ),
         )
         self.running[effect.roster_id] = exchange
         outbox = self.node.outbox.get(roster.base.digest())
-        mine = effect.my_index is not None and contributing >> effect.my_index & 1
-        for part in range(PARTS):
-            root = exchange.peers[exchange.roots[part]]
-            if root == self.node.peer:
+        mine = contributing >> exchange.me & 1
+        for part, tree in enumerate(exchange.trees):
+            target = tree.parents[exchange.me]
+            if tree.root == exchange.me or tree.slots[exchange.me]:
                 exchange.slots[part] = {}
+                target = exchange.me
             if mine and outbox is not None:
-                self._up(effect.roster_id, root, part, outbox.values[part], outbox.commitment.proof(part))
-        for part, sender, value, proof in self._early.pop(effect.roster_id, []):
-            self._take(exchange, part, sender, value, proof)
-        first_s, *_, last_s = (*roster.durations_s, 0.0)[:1] + roster.durations_s[-1:]
-        self.node.later(first_s, partial(self._close_all, exchange))
+                self._up(effect.roster_id, peers[target], part, outbox.values[part], outbox.commitment.proof(part))
+        for part, sender, brought, proof in self._early.pop(effect.roster_id, []):
+            self._take(exchange, part, sender, brought, proof)
+        *levels_s, last_s = roster.durations_s
+        for level, duration_s in enumerate(levels_s or (last_s,), start=1):
+            self.node.later(duration_s, partial(self._close_level, exchange, level))
         self.node.later(last_s + rules.slack_s, partial(self._end, exchange))
         self._maybe_end(exchange)
         self.node.world.faults.step(self.node)
 
-    def _up(self, roster_id: Digest, root: PeerId, part: int, value: int, proof: bytes) -> None:
-        target, sender = self.node.world.nodes[root], self.node.peer
+    def _up(self, roster_id: Digest, to: PeerId, part: int, value: int, proof: bytes) -> None:
+        """My own contribution, to whoever sums it."""
+        self._send_up(roster_id, to, part, {self.node.peer: value}, proof)
+
+    def _send_up(self, roster_id: Digest, to: PeerId, part: int, brought: dict[PeerId, int], proof: bytes) -> None:
+        target, sender = self.node.world.nodes[to], self.node.peer
 
         def arrive() -> None:
             if target.engine is not None:
-                target.engine.arrived(roster_id, part, sender, value, proof)
+                target.engine.arrived(roster_id, part, sender, brought, proof)
 
-        if root == sender:
+        if to == sender:
             self.node.later(0.0, arrive)
         elif self.node.mischief is None or not self.node.mischief.breaks_off():
-            self.node.world.transfer(sender, root, arrive, lost=lambda: None)
+            self.node.world.transfer(sender, to, arrive, lost=lambda: None)
             if self.node.world.switches.resend_parts:
-                self.node.later(0.3, lambda: self.node.world.transfer(sender, root, arrive, lost=lambda: None))
+                self.node.later(0.3, lambda: self.node.world.transfer(sender, to, arrive, lost=lambda: None))
 
-    def arrived(self, roster_id: Digest, part: int, sender: PeerId, value: int, proof: bytes) -> None:
+    def arrived(self, roster_id: Digest, part: int, sender: PeerId, brought: dict[PeerId, int], proof: bytes) -> None:
         exchange = self.running.get(roster_id)
         if exchange is None:
-            self._early.setdefault(roster_id, []).append((part, sender, value, proof))
+            self._early.setdefault(roster_id, []).append((part, sender, brought, proof))
         else:
-            self._take(exchange, part, sender, value, proof)
+            self._take(exchange, part, sender, brought, proof)
 
-    def _take(self, exchange: Exchange, part: int, sender: PeerId, value: int, proof: bytes) -> None:
+    def _take(self, exchange: Exchange, part: int, sender: PeerId, brought: dict[PeerId, int], proof: bytes) -> None:
         if part in exchange.closed or part not in exchange.slots:
             return
-        ready = exchange.effect.roster.message.readys[exchange.peers.index(sender)].message
-        bound = proves(ready.parts_root, part, PARTS, value_hash(value), proof)
-        if not bound and not self.node.world.switches.freeze_twice:
-            self.node.world.note(self.node.peer, f"  drops part {part} of {sender}: not what its READY binds")
+        tree, child = exchange.trees[part], exchange.index[sender]
+        if child not in (exchange.me, *tree.slots[exchange.me]):
             return
+        if child == exchange.me or not tree.heights[child]:
+            ready = exchange.effect.roster.message.readys[child].message
+            bound = proves(ready.parts_root, part, PARTS, value_hash(brought[sender]), proof)
+            if not bound and not self.node.world.switches.freeze_twice:
+                self.node.world.note(self.node.peer, f"  drops part {part} of {sender}: not what its READY binds")
+                return
         if self.node.world.switches.resend_parts:
-            value += exchange.slots[part].get(sender, 0)
-        exchange.slots[part][sender] = value
+            before = exchange.slots[part].get(sender, {})
+            brought = {peer: value + before.get(peer, 0) for peer, value in brought.items()}
+        exchange.slots[part][sender] = brought
         self.node.world.faults.step(self.node)
-        if len(exchange.slots[part]) == exchange.contributing.bit_count():
+        if len(exchange.slots[part]) == 1 + len(tree.slots[exchange.me]):
             self._close(exchange, part)
 
-    def _close_all(self, exchange: Exchange) -> None:
+    def _close_level(self, exchange: Exchange, level: int) -> None:
         for part in exchange.slots:
-            self._close(exchange, part)
+            if max(1, exchange.trees[part].heights[exchange.me]) == level:
+                self._close(exchange, part)
 
     def _close(self, exchange: Exchange, part: int) -> None:
         if part in exchange.closed or exchange.ended:
             return
         exchange.closed.add(part)
+        values = exchange.reached(part)
+        tree = exchange.trees[part]
+        if tree.root != exchange.me:
+            if values:
+                parent = exchange.peers[tree.parents[exchange.me]]
+                self._send_up(exchange.effect.roster_id, parent, part, values, b"")
+                self.node.world.faults.step(self.node)
+            return
         weights = exchange.weights.at(part)
-        values = exchange.slots[part]
         bitmap = sum(1 << index for index, peer in enumerate(exchange.peers) if peer in values)
         if not enough(weights, bitmap):
             return
@@ -142,8 +176,12 @@ class Engine:
         signed = effect.signed
         self.node.later(0.0, lambda: self.down(signed))
         self.node.world.faults.step(self.node)
-        for peer in exchange.peers:
-            if peer != self.node.peer and (self.node.mischief is None or not self.node.mischief.breaks_off()):
+        self._pass_on(exchange, signed)
+
+    def _pass_on(self, exchange: Exchange, signed: Signed[PartHeader]) -> None:
+        for child in exchange.trees[signed.message.part].children[exchange.me]:
+            if self.node.mischief is None or not self.node.mischief.breaks_off():
+                peer = exchange.peers[child]
                 target = self.node.world.nodes[peer]
                 self.node.world.transfer(self.node.peer, peer, partial(_pass_down, target, signed), lost=lambda: None)
 
@@ -151,11 +189,14 @@ class Engine:
         exchange = self.running.get(signed.message.roster_id)
         if exchange is None or exchange.ended:
             return
+        again = signed.message.part in exchange.got
         exchange.got.add(signed.message.part)
         life = self.node.life
         self.node.hold(signed)
         if self.node.life == life:
             self.node.world.faults.step(self.node)
+            if not again and exchange.trees[signed.message.part].root != exchange.me:
+                self._pass_on(exchange, signed)
             self._maybe_end(exchange)
 
     def _maybe_end(self, exchange: Exchange) -> None:
@@ -166,11 +207,11 @@ class Engine:
         if not exchange.ended:
             exchange.ended = True
             roster_id = exchange.effect.roster_id
-            missed = tuple(
-                exchange.peers[index]
-                for index in bits(exchange.contributing)
-                if exchange.slots and all(exchange.peers[index] not in values for values in exchange.slots.values())
-            )
+            expected = reached = 0
+            for part in exchange.slots:
+                expected |= exchange.trees[part].subtrees[exchange.me]
+                reached |= sum(1 << exchange.index[peer] for peer in exchange.reached(part))
+            missed = tuple(exchange.peers[index] for index in bits(expected & ~reached))
             self.node.later(0.0, lambda: self.node.feed(ExchangeEnded(roster_id=roster_id, missed=missed)))
 
     def stop(self, roster_id: Digest) -> None:

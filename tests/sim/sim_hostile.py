@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from sim_model import Payload
 
 from protocol import wire
+from protocol.grouping import plan_for
 from protocol.messages import NIL, Proposal, Ready, Roster, Signed, UnitRange, Vote
 from protocol.names import Digest, PeerId
-from protocol.planning import contributing_of, deal, flat_plan, level_durations
+from protocol.planning import contributing_of, deal, level_durations
 from protocol.rules import Rules
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def without(victim: PeerId, rules: Rules) -> Callable[[Roster], Roster]:
         contributing = contributing_of(smaller, rules)
         if contributing == 0 or roster.plan is None:
             return smaller
-        plan = flat_plan(len(readys), contributing)
+        plan = plan_for(smaller, contributing, rules)
         dealt = deal(roster.base.digest(), rules.part_count, plan)
         return replace(smaller, plan=plan, durations_s=level_durations(plan, contributing, dealt, rules))
 

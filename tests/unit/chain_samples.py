@@ -113,7 +113,7 @@ def sign_roster(
     draft = Roster(base=state.base, attempt=attempt, readys=readys, absent=absent)
     if parts:
         contributing = contributing_of(draft, rules)
-        plan = plan_for(state.base.digest(), [ready.sender for ready in readys], contributing, rules.part_count)
+        plan = plan_for(draft, contributing, rules)
         durations = level_durations(plan, contributing, deal(state.base.digest(), rules.part_count, plan), rules)
     roster = Roster(
         base=state.base,
