@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from protocol import chain, grouping, planning
@@ -76,6 +76,8 @@ class Assembly:
         self.rules = rules
         self.quorum = chain.quorum(state, rules)
         self.readys: dict[PeerId, Signed[Ready]] = {}
+        """`add_ready` alone changes it."""
+        self._contributors: set[PeerId] = set()
         self.received_s: dict[PeerId, float] = {}
         self.joins: dict[PeerId, Signed[Join]] = {}
         self.first_ready_s: float | None = None
@@ -94,6 +96,8 @@ class Assembly:
             repeated = known.body == signed.body or not signed.message.contributes
             return None if repeated else "sent two different READYs with work for one base"
         self.readys[signed.sender] = signed
+        if signed.message.contributes:
+            self._contributors.add(signed.sender)
         self.received_s.setdefault(signed.sender, now_s)
         if self.first_ready_s is None:
             self.first_ready_s = now_s
@@ -117,7 +121,7 @@ class Assembly:
         return sum(peer in self.readys for peer in self.state.electors)
 
     def contributors(self) -> int:
-        return sum(signed.message.contributes for signed in self.readys.values())
+        return len(self._contributors)
 
     def enough(self) -> bool:
         """Whether a roster can be made at all: with parts, or without parts for the sake of those who join."""
@@ -125,9 +129,7 @@ class Assembly:
             return False
         return self.contributors() >= max(1, self.rules.min_peers) or bool(self.joins)
 
-    def due_s(
-        self, *, same_round: Collection[PeerId], behind: Collection[PeerId], pace: Pace, now_s: float
-    ) -> float | None:
+    def due_s(self, *, same_round: Set[PeerId], behind: Set[PeerId], pace: Pace, now_s: float) -> float | None:
         """When a coordinator goes ahead without those still missing; `now_s` when nobody is. None: not before more
         READYs come.
 
@@ -139,10 +141,10 @@ class Assembly:
         if self.quorum_since_s is None or self.first_ready_s is None:
             return None
         least_s = self.quorum_since_s + 2 * self.rules.grace_s
-        if any(peer not in self.readys for peer in same_round):
+        if not self.readys.keys() >= same_round:
             wanted_s = self.first_ready_s + pace.patience_s(self.rules)
             return max(least_s, min(wanted_s, self.quorum_since_s + self.rules.assembly_max_s))
-        if any(peer not in self.readys for peer in behind):
+        if not self.readys.keys() >= behind:
             usual_s = min(pace.patience_s(self.rules), self.rules.assembly_max_s * SHARE_FOR_THOSE_BEHIND)
             return max(least_s, self.first_ready_s + usual_s)
         return now_s

@@ -40,23 +40,25 @@ def assembled(count: int, rules: Rules = RULES) -> Assembly:
 
 def test_nothing_is_due_before_a_quorum_of_electors() -> None:
     pace = Pace()
-    assert assembled(2).due_s(same_round=FIVE[:2], behind=(), pace=pace, now_s=9.0) is None
+    assert assembled(2).due_s(same_round=set(FIVE[:2]), behind=set(), pace=pace, now_s=9.0) is None
     assert assembled(3).quorum_since_s == 2.0
 
 
 def test_with_everyone_ready_the_roster_is_due_at_once() -> None:
-    assert assembled(3).due_s(same_round=FIVE[:3], behind=(), pace=Pace(), now_s=2.0) == 2.0
+    assert assembled(3).due_s(same_round=set(FIVE[:3]), behind=set(), pace=Pace(), now_s=2.0) == 2.0
 
 
 def test_missing_members_are_waited_for_within_bounds() -> None:
     assembly, pace = assembled(3), Pace()
-    due = {"same_round": FIVE[:4], "behind": (), "now_s": 2.0}
+    due = {"same_round": set(FIVE[:4]), "behind": set(), "now_s": 2.0}
     assert assembly.due_s(pace=pace, **due) == pytest.approx(RULES.assembly_max_s)
     for _ in range(3):
         pace.learn(assembly)
     # Arrivals 0, 1, 2 s after the first: median 1, MAD 1, so 5 s after the first, which came at 0.
     assert assembly.due_s(pace=pace, **due) == pytest.approx(max(5.0, 2.0 + 2 * RULES.grace_s))
-    assert assembly.due_s(same_round=FIVE[:3], behind=FIVE[3:4], pace=pace, now_s=2.0) == 2.0 + 2 * RULES.grace_s
+    assert (
+        assembly.due_s(same_round=set(FIVE[:3]), behind=set(FIVE[3:4]), pace=pace, now_s=2.0) == 2.0 + 2 * RULES.grace_s
+    )
 
 
 def test_a_ready_with_work_replaces_one_without_and_nothing_else_does() -> None:
