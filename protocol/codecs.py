@@ -34,7 +34,7 @@ BLOCK_ELEMENTS = 65_536
 """Values handled at a time, a multiple of every codec's block: 256 KiB of fp32, which stays in a core's cache."""
 
 LARGEST_MAGNITUDE = 2.0**64
-"""No declared bound may exceed it: 2⁵³ tokens times this times 2⁷ contributors is still a finite float32."""
+"""No declared bound may exceed it: 2⁵³ tokens times this times 2¹⁰ contributors is still a finite float32."""
 
 SMALLEST_NORMAL = 2.0**-126
 _FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -1,7 +1,7 @@
 """A flat round in plain NumPy, written from the text of design section 5 and protocol section 4, not from the code.
 
 Nothing here imports `protocol`: where this and the product agree bit for bit, two readings of the design agree. It is
-slow, holds everything in memory, and knows only the flat plan, where all contributions meet in ascending order.
+slow and holds everything in memory.
 """
 
 from __future__ import annotations
@@ -63,6 +63,54 @@ def mean(codec: str, contributions: list[bytes], tokens: list[int], elements: in
         acc = acc + t
         total += weight
     return decode(codec, encode(codec, acc / np.float32(total)), elements)
+
+
+def encode_sum(x: np.ndarray) -> bytes:
+    """[N] float32 → a partial sum in sum16."""
+    halves, exponents = b"", b""
+    for start in range(0, len(x), 256):
+        block = x[start : start + 256]
+        exponent = min(max(int(np.frexp(np.max(np.abs(block)))[1]) - 14, -102), 113)
+        halves += np.ldexp(block, -exponent).astype("<f2").tobytes()
+        exponents += struct.pack("b", exponent)
+    return halves + exponents
+
+
+def decode_sum(data: bytes, elements: int) -> np.ndarray:
+    """Bytes → [N] float32."""
+    halves = np.frombuffer(data[: 2 * elements], "<f2").astype(np.float32)
+    exponents = np.frombuffer(data[2 * elements :], np.int8).astype(np.int32)
+    return np.ldexp(halves, np.repeat(exponents, 256)[:elements])
+
+
+def tree_mean(
+    codec: str, contributions: list[bytes], tokens: list[int], parents: tuple[int, ...], bitmap: int, elements: int
+) -> np.ndarray:
+    """As `mean`, over the contributions that `bitmap` names, summed on the way up the tree of `parents` (-1: root).
+
+    A root adds its own and what its children sent in ascending order; another inner node its own first.
+    """
+    weighted = [
+        np.float32(weight) * decode(codec, data, elements)
+        for weight, data in zip(weights(tokens), contributions, strict=True)
+    ]
+
+    def reached(node: int) -> bool:
+        below = [child for child, parent in enumerate(parents) if parent == node]
+        return bool(bitmap >> node & 1) or any(reached(child) for child in below)
+
+    def sum_of(node: int) -> np.ndarray:
+        children = [child for child, parent in enumerate(parents) if parent == node and reached(child)]
+        acc = np.zeros(elements, np.float32)
+        for index in sorted([node, *children]) if parents[node] == -1 else [node, *children]:
+            if index == node or index not in parents:
+                acc = acc + weighted[index]
+            else:
+                acc = acc + decode_sum(encode_sum(sum_of(index)), elements)
+        return acc
+
+    total = sum(weight for index, weight in enumerate(weights(tokens)) if bitmap >> index & 1)
+    return decode(codec, encode(codec, sum_of(parents.index(-1)) / np.float32(total)), elements)
 
 
 def outer_step(
