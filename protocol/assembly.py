@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from protocol import chain, grouping, planning
+from protocol import chain, grouping, planning, validity
 from protocol.chain import ChainState
 from protocol.messages import Evidence, Join, Leave, Ready, Roster, Signed
 from protocol.names import PeerId
@@ -127,7 +127,7 @@ class Assembly:
         """Whether a roster can be made at all: with parts, or without parts for the sake of those who join."""
         if self.quorum_since_s is None:
             return False
-        return self.contributors() >= max(1, self.rules.min_peers) or bool(self.joins)
+        return self.contributors() >= max(1, self.rules.min_peers) or bool(self._joining())
 
     def due_s(self, *, same_round: Set[PeerId], behind: Set[PeerId], pace: Pace, now_s: float) -> float | None:
         """When a coordinator goes ahead without those still missing; `now_s` when nobody is. None: not before more
@@ -179,7 +179,7 @@ class Assembly:
             base=self.state.base,
             attempt=attempt,
             readys=tuple(self.readys[peer] for peer in peers),
-            joins=tuple(self.joins[peer] for peer in sorted(self.joins)),
+            joins=tuple(self.joins[peer] for peer in sorted(self._joining())),
             leaves=tuple(leaves[peer] for peer in sorted(leaves)),
             absent=sum(1 << index for index, peer in enumerate(peers) if attempt > 0 and peer in absent),
             evidence=evidence,
@@ -192,6 +192,10 @@ class Assembly:
                 return self._with_plan(roster, contributing, stretch)
         changes = common.joins or common.evidence
         return replace(common, absent=0) if changes and contributing.bit_count() < self.rules.min_peers else None
+
+    def _joining(self) -> list[PeerId]:
+        """Those who asked first, as far as there is room for members."""
+        return list(self.joins)[: validity.room_for_joins(self.state)]
 
     def _with_plan(self, roster: Roster, contributing: int, stretch: float) -> Roster:
         plan = grouping.plan_for(roster, contributing, self.rules)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from protocol import chain
 from protocol.names import PeerId
+from protocol.validity import room_for_joins
 
 if TYPE_CHECKING:
     from protocol.peer import PeerMachine
@@ -46,6 +47,11 @@ def describe(machine: PeerMachine) -> tuple[str, str]:
     if kept is not None:
         return "joining", kept
     if chain.member(machine.state, machine.me) is None:
+        if machine.wants_membership and not room_for_joins(machine.state):
+            return (
+                "joining",
+                f"waiting for a place: the run has {len(machine.state.members)} members, the most",
+            )
         if machine.wants_membership:
             return "joining", f"the JOIN of round {number} waits for the next commit"
         return "joining", f"following without being a member; waiting for the commit of round {number}"

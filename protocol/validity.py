@@ -82,6 +82,11 @@ def check_join(state: ChainState, rules: Rules, signed: Signed[Join]) -> str | N
     return _check_wanted(rules, join.units_wanted, "JOIN", sender)
 
 
+def room_for_joins(state: ChainState) -> int:
+    """How many may join now. More members than READYs of a roster would fall out of `M` by turns."""
+    return max(0, ROSTER_MAX - len(state.members))
+
+
 def is_of_round_before(state: ChainState, base: Base) -> bool:
     """Whether `base` is of this lineage's round before the current one. (Which commit led to it, the state forgets.)"""
     mine = state.base
@@ -176,6 +181,8 @@ def _check_people(state: ChainState, rules: Rules, roster: Roster, keyring: Keyr
     for ready in roster.readys:
         if why := check_ready(state, rules, ready):
             return why
+    if len(roster.joins) > (room := room_for_joins(state)):
+        return f"the roster joins {len(roster.joins)} peers where {len(state.members)} members leave room for {room}"
     for join in roster.joins:
         if why := check_join(state, rules, join):
             return why

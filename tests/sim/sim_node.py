@@ -335,6 +335,8 @@ class Node:
         world = self.world
         accused = world.nodes.get(effect.peer)
         deserved = accused is None or effect.peer in world.hostile or self.mischief is not None
+        # Of a wrong mean in a deeper tree it says that somebody made it, and accuses nobody.
+        deserved = deserved or (effect.peer == self.peer and bool(world.hostile))
         forgetful = any(node.had_lost_journal for node in world.nodes.values())
         if world.switches.accuse and not forgetful and not deserved:
             raise Violation(f"{self.peer} accuses the honest {effect.peer}: {effect.why}")

@@ -255,6 +255,8 @@ PROFILES: dict[str, Profile] = {
 
 LARGE = 30
 """Peers from which on a swarm is large."""
+HUGE = 100
+"""Peers from which on plans have groups, and every event costs as much as a schedule of few peers does."""
 
 
 def peer_names(count: int) -> tuple[PeerId, ...]:
@@ -300,14 +302,17 @@ def build(
     )
 
 
-def play(world: World, profile_name: str, *, rounds: int = 3) -> None:
-    """Bad weather, then fair weather in which everyone must get `rounds` further together. Raises `Violation`."""
-    profile = PROFILES[profile_name]
+def play(world: World, profile_name: str, *, rounds: int | None = None) -> None:
+    """Bad weather, then fair weather in which everyone must get `rounds` further together. Raises `Violation`.
+
+    `rounds`: 3 unless it is given, 2 among very many: a member that is missed twice in a row is none any more.
+    """
+    profile, peers = PROFILES[profile_name], len(world.nodes)
     world.start()
     # Among many, as many faults strike in less time.
-    world.run(profile.weather_s if len(world.nodes) < LARGE else profile.weather_s / 3)
+    world.run(profile.weather_s / (1 if peers < LARGE else 3 if peers < HUGE else 6))
     world.clear()
-    world.expect_progress(rounds, profile.within_s)
+    world.expect_progress(rounds or (3 if peers < HUGE else 2), profile.within_s)
     for node in world.up():
         if node.kept is None:
             world.oracle.check_counted(node.peer, node.account, node.counted_at, node.course)

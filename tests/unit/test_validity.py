@@ -24,6 +24,7 @@ from chain_samples import (
 )
 
 from protocol import chain, wire
+from protocol.assembly import Assembly
 from protocol.chain import ChainState
 from protocol.commits import InvalidCommit, check_headers, verify_commit, verify_reform
 from protocol.evidence import evidence_of
@@ -255,6 +256,25 @@ def test_a_roster_of_too_many_is_refused() -> None:
     for count, expected in ((ROSTER_MAX, None), (ROSTER_MAX + 1, "the roster has 1025 READYs, more than 1024")):
         roster = sign_roster(state, rules, readys[:count])
         assert check_roster(state, rules, roster, KEYRING) == expected
+
+
+def test_nobody_joins_beyond_what_a_roster_holds() -> None:
+    """More members than READYs of a roster would fall out of it by turns, and join for ever."""
+    many = peers(ROSTER_MAX - 1)
+    rules = make_rules(many)
+    state = chain.genesis(rules)
+    readys = [sign_ready(state, rules, peer) for peer in many[:600]]
+    assert check_roster(state, rules, sign_roster(state, rules, readys, joins=("J",)), KEYRING) is None
+    roster = sign_roster(state, rules, readys, joins=("J", "K"))
+    assert "joins 2 peers where 1023 members leave room for 1" in (check_roster(state, rules, roster, KEYRING) or "")
+    assembly = Assembly(state=state, rules=rules)
+    for ready in readys:
+        assembly.add_ready(ready, 0.0)
+    for joiner in ("K", "J"):
+        assembly.add_join(wire.sign(CheapKeyring(joiner), joiner, Join(base=state.base, units_wanted=4)))
+    made = assembly.roster(attempt=0, leaves={}, absent=())
+    assert made is not None
+    assert [join.sender for join in made.joins] == ["K"], "who asked first"
 
 
 def test_a_roster_without_parts_applies_joins() -> None:
