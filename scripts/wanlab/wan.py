@@ -67,6 +67,8 @@ class Counts:
     full: int
     """A line's queue had no room."""
     cut: int
+    delivered_bytes: int = 0
+    """Of whole packets."""
 
     @property
     def sent(self) -> int:
@@ -242,10 +244,18 @@ class Wan:
 
     def counts(self, some: Sequence[Host] | None = None, others: Sequence[Host] | None = None) -> Counts:
         """What has passed from `some` to `others` and back since the lab began."""
-        total = [0, 0, 0, 0]
-        for a, b in self._pairs(some, others, one_way=False):
+        return self._counted(self._pairs(some, others, one_way=False))
+
+    def delivered_bytes(self) -> list[list[int]]:
+        """[hosts][hosts] What has come from each host (row) to each other since the lab began."""
+        numbers = range(len(self.hosts))
+        return [[self._counted([(a, b)]).delivered_bytes if a != b else 0 for b in numbers] for a in numbers]
+
+    def _counted(self, pairs: Sequence[tuple[int, int]]) -> Counts:
+        total = [0, 0, 0, 0, 0]
+        for a, b in pairs:
             total = [sum(both) for both in zip(total, map(int, self._tell(f"counts {a} {b}").split()), strict=True)]
-        return Counts(delivered=total[0], lost=total[1], full=total[2], cut=total[3])
+        return Counts(delivered=total[0], lost=total[1], full=total[2], cut=total[3], delivered_bytes=total[4])
 
     def _pairs(
         self, some: Sequence[Host] | None, others: Sequence[Host] | None, *, one_way: bool

@@ -18,7 +18,7 @@
  *   queue SECONDS                  how long a packet may wait for a line before it is dropped
  *   site HOST SITE                 hosts of one site (0 ...) share its line to everybody else
  *   line SITE UP DOWN
- *   counts FROM TO                 answers `ok DELIVERED LOST FULL CUT`, in packets
+ *   counts FROM TO                 answers `ok DELIVERED LOST FULL CUT BYTES`: packets, and bytes of those delivered
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -50,7 +50,7 @@ struct pair {
     double delay_s, jitter_s, loss, jitter_now_s;
     int64_t redraw, last_due;
     int cut;
-    uint64_t delivered, lost, full, cut_off;
+    uint64_t delivered, lost, full, cut_off, bytes;
 };
 struct packet { int64_t due; uint64_t order; int from, to, size; unsigned char *bytes; };
 
@@ -163,7 +163,7 @@ static void deliver(int64_t now) {
         struct packet p = pop();
         struct pair *pair = &pairs[p.from][p.to];
         if (pair->cut) pair->cut_off++;
-        else if (write(hosts[p.to].tun, p.bytes, p.size) == p.size) pair->delivered++;
+        else if (write(hosts[p.to].tun, p.bytes, p.size) == p.size) pair->delivered++, pair->bytes += p.size;
         else pair->full++;
         free(p.bytes);
     }
@@ -232,8 +232,8 @@ static void obey(const char *text) {
         sites[a] = (struct line){ .up = x, .down = y };
     } else if (sscanf(text, "counts %d %d", &a, &b) == 2 && host_number(a) && host_number(b)) {
         struct pair *pair = &pairs[a][b];
-        printf("ok %llu %llu %llu %llu\n", (unsigned long long)pair->delivered, (unsigned long long)pair->lost,
-               (unsigned long long)pair->full, (unsigned long long)pair->cut_off);
+        printf("ok %llu %llu %llu %llu %llu\n", (unsigned long long)pair->delivered, (unsigned long long)pair->lost,
+               (unsigned long long)pair->full, (unsigned long long)pair->cut_off, (unsigned long long)pair->bytes);
         return;
     } else {
         printf("error: not understood: %s\n", text);
