@@ -26,6 +26,7 @@ from node.engine import api
 from node.supervisor import link as supervisor_link
 from node.supervisor.roles import default_commands, small_process
 from protocol.codecs import Float32Array, codec
+from protocol.fields import bitmap_bytes
 from protocol.messages import PartHeader
 from protocol.names import digest, encode_integer
 from protocol.plan import Plan
@@ -183,7 +184,7 @@ class Station:
         header = api.PartRef(
             roster_id=wanted.roster_id,
             part=wanted.part,
-            bitmap=wanted.bitmap,
+            bitmap_bytes=wanted.bitmap_bytes,
             hash=wanted.hash,
             length=wanted.length,
             root=self.identity.peer_id,
@@ -335,7 +336,7 @@ class AtollEngines:
             base=self._base,
             my_index=ordered.index(station),
             peers=tuple(one.identity.peer_id for one in ordered),
-            contributing=everybody,
+            contributing_bytes=bitmap_bytes(everybody),
             tokens=(((station.part_count, TOKENS),),) * len(ordered),
             shards=shards,
             durations_s=tuple(self.case.patience_s + level for level in range(level_count(self.plan, everybody) + 1)),
