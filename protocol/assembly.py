@@ -16,6 +16,8 @@ from protocol.rules import Rules
 JOINS_KEPT = 64
 """JOINs taken into one roster at most; the others come with the next round."""
 ARRIVALS_KEPT = 128
+ARRIVALS_A_ROUND = ARRIVALS_KEPT // 2
+"""Of more, evenly many of the early and of the late are kept: the last alone would say that everyone is late."""
 ARRIVALS_NEEDED = 6
 """Fewer recent arrivals than this say nothing about how long to wait."""
 SHARE_FOR_THOSE_BEHIND = 0.25
@@ -40,7 +42,12 @@ class Pace:
 
     def learn(self, assembly: Assembly) -> None:
         if assembly.first_ready_s is not None:
-            self.arrivals_s.extend(at_s - assembly.first_ready_s for at_s in assembly.received_s.values())
+            arrivals_s = [at_s - assembly.first_ready_s for at_s in assembly.received_s.values()]
+            if (count := len(arrivals_s)) > ARRIVALS_A_ROUND:
+                places = ((2 * place + 1) * count // (2 * ARRIVALS_A_ROUND) for place in range(ARRIVALS_A_ROUND))
+                ordered_s = sorted(arrivals_s)
+                arrivals_s = [ordered_s[place] for place in places]
+            self.arrivals_s.extend(arrivals_s)
 
     def learn_exchange(self, *, given_s: float, predicted_s: float, took_s: float | None, failed_before: bool) -> None:
         """After a commit.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from protocol.fields import MAX_PEERS
 from protocol.messages import Commit, Reformed, Signed
 from protocol.names import Base, PeerId
 
 KEPT = 32
 """Messages per sender; the oldest makes room."""
-SENDERS = 256
+SENDERS = MAX_PEERS
 BYTES = 64 * 1024 * 1024
 
 

@@ -100,11 +100,30 @@ class Leader:
             candidate = self._earlier_result()
             if candidate is None:
                 return False
-        elif (
-            not candidate.complete() and not candidate.ended and not record.outbox.due(candidate.closes_s(record.rules))
+        elif not (
+            candidate.complete()
+            or candidate.ended
+            or record.outbox.due(candidate.closes_s(record.rules))
+            or self._nothing_comes(candidate)
         ):
             return False
         return self._send_proposal(self._proposal(candidate.roster_id, candidate.result(), None))
+
+    def _nothing_comes(self, candidate: Candidate) -> bool:
+        """Whether what is here suffices, no part has come for `progress_s`, and the roots of the others are silent.
+
+        In a grouped plan a root's death is news to its neighbours alone: leaves below its heads, the leader perhaps one
+        of them, would wait for its parts until DOWN is due.
+        """
+        record = self.record
+        newest_s = candidate.seen_s if candidate.held_s is None else candidate.held_s
+        if not candidate.exchanging or not record.outbox.due(newest_s + record.rules.progress_s):
+            return False
+        held = record.held_parts(candidate)
+        roots = {root for part, root in enumerate(candidate.roots) if part not in held}
+        if record.me in roots or not roots.isdisjoint(record.standing.fresh):
+            return False
+        return validity.check_result(record.rules, candidate.roster, candidate.result(), EVERYTHING) is None
 
     def _send_proposal(self, proposal: Proposal) -> bool:
         record = self.record

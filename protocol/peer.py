@@ -7,16 +7,13 @@ next call is due without any event.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from protocol import chain, validity, wire
+from protocol import chain, wire
 from protocol.announcing import Announcer
 from protocol.chain import ChainState
 from protocol.describe import describe
 from protocol.docket import Docket
-from protocol.early import EarlyMail
 from protocol.events import (
     Alarm,
     Applied,
@@ -37,7 +34,6 @@ from protocol.events import (
     PartsFetched,
     Persist,
     Received,
-    StateCorrupt,
     StorageAble,
     TrainerProgress,
 )
@@ -45,28 +41,14 @@ from protocol.following import Follower
 from protocol.journal import Journal, Promises, barred_with, promises_at
 from protocol.meeting import Meeting
 from protocol.messages import (
-    Commit,
-    Evidence,
-    Fetch,
-    Have,
-    Heartbeat,
-    Join,
-    Leave,
-    PartHeader,
-    Proposal,
-    Ready,
-    Reform,
     Reformed,
-    ReformVote,
-    Roster,
-    Signed,
-    Vote,
 )
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.outbox import Outbox
 from protocol.past import Past
 from protocol.presence import Presence
 from protocol.probation import Probation
+from protocol.receiving import Receiver
 from protocol.reform import Reforming
 from protocol.round import Round
 from protocol.rules import Rules
@@ -128,11 +110,7 @@ class PeerMachine:
         """Where I am not barred although my past is unknown."""
         self.past = Past(self.standing)
         self.docket.commit_of = self.past.commit_of
-        self._early = EarlyMail()
-        self._previous: Round | None = None
-        """The round that my last commit ended."""
-        self._foreign_states: dict[PeerId, Digest] = {}
-        """The state that each elector named last for my place in the chain, where it is not mine."""
+        self.receiver = Receiver(self)
         self.announcer = Announcer(self.standing, incarnation)
         self.follower = Follower(self.standing)
         self.meeting = Meeting(self.standing, state=state, follow=self.follower.catch_up, returns=returns)
@@ -168,7 +146,7 @@ class PeerMachine:
         """Whether anything can follow from it. Most of what a swarm of hundreds hears is heard again and again."""
         match event:
             case Received():
-                return self._received(event)
+                return self.receiver.take(event)
             case Frozen():
                 self.round.on_frozen(event)
             case HeaderDraft():
@@ -206,156 +184,6 @@ class PeerMachine:
                 pass
         return True
 
-    def _received(self, event: Received) -> bool:
-        """Whether anything can follow from it."""
-        heard = self.standing.presence.repeated(event.from_peer, event.data, self.outbox.now_s)
-        if heard is not None:
-            self.past.help_along(event.from_peer, heard.base, self.state)
-            if heard.base.lineage != self.state.base.lineage:
-                self.docket.tell(event.from_peer, anew=False)
-            return False
-        try:
-            signed: Signed[Any] = wire.decode(event.data)
-        except wire.WireError as error:
-            self._misbehaved(event.from_peer, str(error))
-            return False
-        if signed.sender == self.me:
-            return False
-        message = signed.message
-        if self.round.knows(signed):
-            self.past.help_along(signed.sender, message.base, self.state)
-            return False
-        if not wire.verify(self.keyring, signed):
-            self._misbehaved(event.from_peer, f"handed over a message that {signed.sender} did not sign")
-            return False
-        present = isinstance(message, Heartbeat) and not self.docket.unheard(signed.sender)
-        if signed.sender in self.docket and not present and not isinstance(message, Fetch):
-            return False  # it may still learn what the run decided, but it has no say in it
-        match message:
-            case Evidence():
-                why = self.docket.told(signed)
-                if why is not None:
-                    self._misbehaved(signed.sender, why)
-            case Fetch():
-                self._serve(signed.sender, message.hash)
-                return False
-            case Have():
-                self._have(signed, message)
-            case PartHeader():
-                return False
-            case Reformed():
-                self._based(signed, message.reform.base)
-            case Commit():
-                self._based(signed, message.roster.message.base)
-            case Heartbeat():
-                return event.from_peer == signed.sender and self._heard(signed, message, event.data)
-            case _:
-                self._based(signed, message.base)
-        return True
-
-    def _heard(self, signed: Signed[Heartbeat], beat: Heartbeat, envelope: bytes) -> bool:
-        """A heartbeat that its own signer handed over: whether it says anything new."""
-        if beat.base.run != self.rules.run:
-            return False
-        anew = signed.sender not in self.standing.fresh
-        if anew or beat.base.lineage != self.state.base.lineage:
-            self.docket.tell(signed.sender, anew=anew)
-        if anew:
-            # Heard for the first time: it need not wait for my next heartbeat to know me.
-            self.outbox.send(signed.sender, self.announcer.heartbeat(self.state, self.round.attempt))
-        news = self.standing.presence.note(signed.sender, beat, self.outbox.now_s, envelope)
-        self.past.help_along(signed.sender, beat.base, self.state)
-        return news
-
-    def _based(self, signed: Signed[Any], base: Base) -> None:
-        """A message that belongs to a place in the chain."""
-        mine = self.state.base
-        if base.run != mine.run:
-            self._misbehaved(signed.sender, f"spoke of the run {base.run.hex()[:16]}, not of {mine.run.hex()[:16]}")
-        elif isinstance(signed.message, Leave):
-            if self.standing.presence.leave(signed, self.state):
-                self.round.assembly.forget(signed.sender)
-        elif base == mine or (isinstance(signed.message, Join) and validity.is_of_round_before(self.state, base)):
-            self._route(signed)
-        elif isinstance(signed.message, Commit):
-            if self._previous is not None and base == self._previous.base:
-                self._previous.late(signed)
-            if self.past.decided_twice(signed, base):
-                self._alarm(f"round {base.round} has two decisions: stop the node and keep its home for a report")
-        elif self._previous is not None and base == self._previous.base:
-            self._previous.late(signed)
-        elif base.round in (mine.round, mine.round + 1):
-            self._suspect(signed, base)
-            self._early.keep(signed)
-        self.past.help_along(signed.sender, base, self.state)
-
-    def _route(self, signed: Signed[Any]) -> None:
-        match signed.message:
-            case Ready():
-                self.round.on_ready(signed)
-            case Join():
-                self.round.on_join(signed)
-            case Roster():
-                self.round.on_roster(signed)
-            case Proposal():
-                self.round.on_proposal(signed)
-            case Vote():
-                self.round.on_vote(signed)
-            case Commit():
-                why = self.round.on_commit(signed.message)
-                if why is not None:
-                    self._misbehaved(signed.sender, f"sent a commit that is none: {why}")
-            case Reform():
-                self.reforming.on_reform(signed)
-            case ReformVote():
-                self.reforming.on_vote(signed)
-            case Reformed():
-                reformed = self.reforming.accepts(signed.message)
-                if reformed is not None:
-                    self._reborn(reformed)
-
-    def _suspect(self, signed: Signed[Any], base: Base) -> None:
-        """A quorum that names my `prev` but another state says that mine is corrupt (protocol section 8)."""
-        mine = self.state.base
-        if not isinstance(signed.message, Ready) or signed.sender not in self.state.electors:
-            return
-        if (base.lineage, base.round, base.prev) != (mine.lineage, mine.round, mine.prev):
-            return
-        if mine.round == 0:
-            return  # the manifest says what the first state is, and nobody else
-        self._foreign_states[signed.sender] = base.state_hash
-        named = sum(state_hash == base.state_hash for state_hash in self._foreign_states.values())
-        if named >= chain.quorum(self.state, self.rules):
-            self.stopped = True
-            self.outbox.emit(StateCorrupt(base=mine, agreed=base.state_hash, electors=named))
-
-    # ------------------------------------------------------------ content by hash
-
-    def _serve(self, peer: PeerId, wanted: Digest) -> None:
-        """Small content: a commit by the digest of its base, a roster by its id."""
-        kept = self.past.commit_of(wanted)
-        if kept is not None:
-            self.outbox.send(peer, kept)
-            return
-        candidate = self.round.candidates.get(wanted)
-        if candidate is not None:
-            self.outbox.tell(peer, Have(hash=wanted, content=wire.encode(candidate.signed)))
-
-    def _have(self, signed: Signed[Have], message: Have) -> None:
-        if message.hash not in self.round.wanted_rosters:
-            return
-        try:
-            inner: Signed[Any] = wire.decode(message.content)
-        except wire.WireError as error:
-            self._misbehaved(signed.sender, str(error))
-            return
-        # A roster's name binds its body, not its signature: unverified, a damaged copy would take the good one's place.
-        genuine = isinstance(inner.message, Roster) and wire.roster_id(inner) == message.hash
-        if not genuine or not wire.verify(self.keyring, inner):
-            self._misbehaved(signed.sender, f"answered {message.hash.hex()[:16]} with other content")
-        elif inner.message.base == self.state.base:
-            self.round.on_roster(inner)
-
     # ------------------------------------------------------------ places in the chain
 
     def _resume(self, state: ChainState, promises: Promises) -> None:
@@ -379,11 +207,9 @@ class PeerMachine:
         )
         self.reforming.wants_in = self.wants_membership
         self.round.ballots.on_silence = self.reforming.left_attempt
-        self._foreign_states = {}
         self.announcer.at_once()
         self.follower.progressed()
-        for signed in self._early.release(state.base):
-            self._route(signed)
+        self.receiver.begin(state)
 
     def _applied(self, event: Applied) -> None:
         commit = self.round.commit
@@ -392,10 +218,10 @@ class PeerMachine:
         try:
             state = chain.next_state(self.state, self.rules, commit, event.state_hash)
         except ValueError as error:
-            self._alarm(str(error))
+            self.alarm(str(error))
             return
         self.round.learn_pace(commit)
-        before, self._previous = self.state, self.round
+        before, self.receiver.previous = self.state, self.round
         self.past.applied(before, commit)
         self.meeting.grew(state, commit)
         self._start_round(state, Journal(), -1)
@@ -406,7 +232,7 @@ class PeerMachine:
         if self._past_unknown:
             self._rejoined = barred_with(self._rejoined, lineage)
 
-    def _reborn(self, reformed: Reformed) -> None:
+    def reborn(self, reformed: Reformed) -> None:
         """All of E′ signed: this peer is on the new lineage, same round and state, and voteless in the old one."""
         old = self.state.base
         self._barred = barred_with(self._barred, old.lineage)
@@ -442,7 +268,7 @@ class PeerMachine:
             else:
                 reformed = self.reforming.advance()
                 if reformed is not None:
-                    self._reborn(reformed)
+                    self.reborn(reformed)
                 else:
                     self.round.advance()
             self.stopped = self.stopped or any(isinstance(effect, Alarm) for effect in self.outbox.effects)
@@ -508,7 +334,7 @@ class PeerMachine:
     def _misbehaved(self, peer: PeerId, why: str) -> None:
         self.outbox.emit(Misbehaved(peer=peer, why=why))
 
-    def _alarm(self, text: str) -> None:
+    def alarm(self, text: str) -> None:
         self.stopped = True
         self.outbox.emit(Alarm(text=text))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
+from sim_engine import Engine
 from sim_hostile import without
 from sim_model import make_rules
 from sim_node import Node
@@ -14,6 +16,7 @@ from sim_weather import Weather
 from sim_world import World
 
 from protocol import chain, wire
+from protocol.candidates import roots_of
 from protocol.chain import ChainState
 from protocol.events import Effect, Received, Send, StartExchange
 from protocol.judging import Judge
@@ -87,6 +90,33 @@ def test_a_swarm_of_two_survives_the_death_of_either(elector_dies: bool) -> None
     last = survivor.committed[-1]
     assert len(last.roster.message.readys) == 2
     assert chain.counted_bits(last.headers) == 0b11
+
+
+def test_a_root_that_died_is_not_waited_for_until_down_is_due() -> None:
+    """Only its neighbours notice at once. The leader goes ahead when it is silent and nothing comes any more."""
+    names = peer_names(5)
+    rules = replace(make_rules(names), level_min_s=60.0)
+    world = World(seed=1, rules=rules, weather=STILL)
+    for name in names:
+        world.nodes[name].start()
+    world.run(30.0, stop=lambda: any(engine_of(node).running for node in world.up()))
+    (exchange,) = next(engine_of(node).running.values() for node in world.up() if engine_of(node).running)
+    roster = exchange.effect.roster
+    victim = world.nodes[next(root for root in roots_of(roster.message, rules) if root != roster.sender)]
+    # Its own contribution reaches the others, then it dies without a result.
+    engine_of(victim)._close = lambda exchange, part: exchange.closed.add(part)  # type: ignore[method-assign]
+    world.after(0.1, victim.kill)
+    survivors = [node for node in world.up() if node is not victim]
+    took_s = run_to(world, 1, 120.0, survivors)
+    assert took_s < rules.heartbeat_timeout_s + rules.progress_s + 1.0
+    for header, root in zip(survivors[0].committed[0].headers, roots_of(roster.message, rules), strict=True):
+        assert (header is None) == (root == victim.peer)
+        assert header is None or header.message.bitmap == 0b11111
+
+
+def engine_of(node: Node) -> Engine:
+    assert node.engine is not None
+    return node.engine
 
 
 @pytest.mark.slow

@@ -139,6 +139,19 @@ def test_too_few_contributors_make_a_roster_without_parts_only_for_joins() -> No
     assert validity.check_roster(STATE, rules, signed, CheapKeyring("voter")) is None
 
 
+def test_of_a_round_of_many_the_late_alone_do_not_set_the_pace() -> None:
+    rules = make_rules(peers(400))
+    state = chain.genesis(rules)
+    assembly, pace = Assembly(state=state, rules=rules), Pace()
+    for number, sender in enumerate(peers(400)):
+        message = Ready(base=state.base, tokens=((rules.part_count, 8),), norm=1.0, largest=0.1, parts_root=bytes(32))
+        assembly.add_ready(wire.sign(CheapKeyring(sender), sender, message), 0.01 * number)
+    for _ in range(3):
+        pace.learn(assembly)
+    # Arrivals from 0 to 4 s: median 2 s, and half of them within 1 s of it.
+    assert pace.patience_s(rules) == pytest.approx(2.0 + 4 * 1.0, abs=0.1)
+
+
 def test_a_full_roster_leaves_nobody_out() -> None:
     """More are ready than one roster holds: the electors are in it, and no voter takes the others for left out."""
     many = peers(planning.ROSTER_MAX + 6)

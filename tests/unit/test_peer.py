@@ -174,7 +174,7 @@ def test_a_late_commit_has_only_those_votes_verified_that_can_show_something(mon
     """Nobody has verified its certificate, and two signatures are looked at for each vote that is compared."""
     solo = Solo(RULES)
     solo.feed(solo.frozen())
-    previous = solo.machine._previous
+    previous = solo.machine.receiver.previous
     assert previous is not None
     assert previous.commit is not None
     compared: list[Signed[Any]] = []
@@ -400,7 +400,7 @@ def test_an_elector_that_names_ever_other_states_takes_no_more_room() -> None:
     base = peer.state.base
     for number in range(100):
         assert named_by(peer, THREE[1], replace(base, state_hash=digest(bytes([number])))) == []
-    assert len(peer._foreign_states) == 1
+    assert len(peer.receiver.foreign_states) == 1
     assert named_by(peer, THREE[2], replace(base, state_hash=digest(bytes([0])))) == [], "nor does it count twice"
     assert len(named_by(peer, THREE[2], replace(base, state_hash=digest(bytes([99]))))) == 1
 
