@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 
 INTERFACE = "wan0"
 """Of every host of a lab."""
@@ -19,6 +22,8 @@ class Account:
     """Of one host, since its processes started."""
 
     cpu_ns: int
+    system_ns: int
+    """The kernel's part of it, in steps of 10 ms."""
     sent_bytes: int
     """Whole packets: headers, acknowledgements and retransmissions count."""
     received_bytes: int
@@ -26,6 +31,7 @@ class Account:
     def since(self, earlier: Account) -> Account:
         return Account(
             cpu_ns=self.cpu_ns - earlier.cpu_ns,
+            system_ns=self.system_ns - earlier.system_ns,
             sent_bytes=self.sent_bytes - earlier.sent_bytes,
             received_bytes=self.received_bytes - earlier.received_bytes,
         )
@@ -43,7 +49,12 @@ def account(pids: Iterable[int]) -> Account:
     """Of one host's processes, the first of which lives."""
     members = list(pids)
     sent, received = interface_bytes(members[0])
-    return Account(cpu_ns=sum(cpu_ns(pid) for pid in members), sent_bytes=sent, received_bytes=received)
+    return Account(
+        cpu_ns=sum(cpu_ns(pid) for pid in members),
+        system_ns=sum(system_ns(pid) for pid in members),
+        sent_bytes=sent,
+        received_bytes=received,
+    )
 
 
 def cpu_ns(pid: int) -> int:
@@ -55,6 +66,16 @@ def cpu_ns(pid: int) -> int:
         return time.clock_gettime_ns((~pid << 3) | 2)
     except OSError:
         return 0
+
+
+def system_ns(pid: int) -> int:
+    """CPU time that the kernel has spent for a process; 0 when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # Behind the command's name, which may hold anything: state, ..., utime, stime.
+    return int(text.rpartition(")")[2].split()[12]) * TICK_NS
 
 
 def interface_bytes(pid: int) -> tuple[int, int]:
@@ -77,11 +98,6 @@ def forget_peaks(pids: Iterable[int]) -> None:
 def peak_bytes(pid: int) -> int:
     """Peak resident memory since `forget_peaks`, memory shared with others included; 0 when it is gone."""
     return _status_bytes(pid, "VmHWM")
-
-
-def shared_bytes(pid: int) -> int:
-    """Resident memory that others map, too: the vectors themselves."""
-    return _status_bytes(pid, "RssShmem")
 
 
 def _status_bytes(pid: int, field: str) -> int:

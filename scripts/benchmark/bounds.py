@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
+Errors: TypeAlias = Callable[[Float64Array, Float64Array], Float64Array]
 
 _HALF = 2.0**-11
 _HALF_STEP = 2.0**-25
@@ -25,7 +26,7 @@ _SLACK = 1 + 2.0**-10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     name: str
-    of: Callable[[Float64Array, Float64Array], Float64Array]
+    of: Errors
     """Inputs [n, N] and their mean [N] → the largest error [N]."""
     rms_limit: float = math.inf
     """The error's root mean square relative to the mean's must not exceed it, in any case."""
@@ -51,6 +52,21 @@ def atoll_int8(inputs: Float64Array, mean: Float64Array) -> Float64Array:
     contributed = _mean(_half_scale(inputs))
     encoded = _largest(_half_scale((np.abs(mean) + contributed)[None]))
     return contributed + encoded + fp32_sum(inputs, mean)
+
+
+def summed(of: Errors, levels: int) -> Errors:
+    """The same where sums travel: each of so many levels rounds its partial sums to fp16 with a block's exponent."""
+
+    def allowed(inputs: Float64Array, mean: Float64Array) -> Float64Array:
+        before = of(inputs, mean)
+        total = _mean(np.abs(inputs)) + before
+        block = _largest(_by_block(total[None]))
+        rounding: Float64Array = levels * (_HALF * total + 2.0**-37 * block)
+        # What is encoded at last holds these errors, too.
+        whole: Float64Array = before + rounding + _largest(_half_scale(rounding[None])) + fp32_sum(inputs, mean)
+        return whole
+
+    return allowed
 
 
 def gloo_fp16(inputs: Float64Array, mean: Float64Array) -> Float64Array:
@@ -85,12 +101,17 @@ def _half(values: Float64Array) -> Float64Array:
     return _HALF * np.abs(values) + _HALF_STEP
 
 
-def _half_scale(values: Float64Array, block: int = 256) -> Float64Array:
+def _half_scale(values: Float64Array) -> Float64Array:
     """[n, N] Half of 1/127 of each block's largest magnitude; the product of code and scale is rounded, too."""
+    return _by_block(values) / 254 * (1 + 2.0**-20) + np.abs(values) * _SINGLE
+
+
+def _by_block(values: Float64Array, block: int = 256) -> Float64Array:
+    """[n, N] The largest magnitude of each value's block."""
     elements = values.shape[1]
     largest = np.maximum.reduceat(np.abs(values), np.arange(0, elements, block), axis=1)
-    spread = np.repeat(largest, block, axis=1)[:, :elements]
-    return spread / 254 * (1 + 2.0**-20) + np.abs(values) * _SINGLE
+    spread: Float64Array = np.repeat(largest, block, axis=1)[:, :elements]
+    return spread
 
 
 BOUNDS: dict[tuple[str, str], Bound] = {
@@ -106,6 +127,9 @@ BOUNDS: dict[tuple[str, str], Bound] = {
 differ in scale here: no bound of one value holds, so its error is measured, and only what is no mean is refused."""
 
 
-def bound_of(engine: str, codec: str) -> Bound | None:
-    """None: that engine has no such codec."""
-    return BOUNDS.get((engine, codec))
+def bound_of(engine: str, codec: str, levels: int = 1) -> Bound | None:
+    """`levels` of sums, of which all but the last travel as partial sums. None: that engine has no such codec."""
+    bound = BOUNDS.get((engine, codec))
+    if bound is None or levels < 2:
+        return bound
+    return replace(bound, of=summed(bound.of, levels - 1))

@@ -21,12 +21,13 @@ import trio
 from rich.console import Console
 
 from node.errors import AtollError, OperatorError
+from protocol.planning import level_count
 from scripts.benchmark import lab as labs
 from scripts.benchmark import report
 from scripts.benchmark.bounds import BOUNDS, bound_of
 from scripts.benchmark.contestant import Case
 from scripts.benchmark.lab import Lab
-from scripts.benchmark.plans import bytes_to_move
+from scripts.benchmark.plans import bytes_to_move, plan_of
 from scripts.benchmark.record import CaseResult, Run, compared
 from scripts.benchmark.runner import machine, run_case
 from scripts.benchmark.vectors import Inputs
@@ -84,7 +85,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--codecs", default="int8,fp16", help="each engine takes those that it has (default: int8,fp16)"
     )
-    parser.add_argument("--plans", default="flat", help="of our engine (default: flat)")
+    parser.add_argument("--plans", default="flat", help="of our engine: flat, grouped (default: flat)")
     parser.add_argument("--repetitions", type=int, default=5, help="rounds that are counted (default: 5)")
     parser.add_argument("--part-elements", type=int, default=65_536, help="values of a part (default: 65,536)")
     parser.add_argument("--rate", type=float, metavar="MBIT_S", help="of every host's line, instead of the lab's")
@@ -194,7 +195,9 @@ def blanks(options: argparse.Namespace, lab: Lab, size: int, *, date: str, here:
 
 def one_case(blank: CaseResult, inputs: Inputs, options: argparse.Namespace, console: Console) -> CaseResult:
     """In a lab of its own, so that nothing of one engine is left for the next."""
-    bound = bound_of(blank.engine, blank.codec)
+    everybody = (1 << len(blank.lab.hosts)) - 1
+    levels = level_count(plan_of(blank.plan, blank.lab), everybody) if blank.engine == "atoll" else 1
+    bound = bound_of(blank.engine, blank.codec, levels)
     assert bound is not None, "only such cases are made"
     place = Path(tempfile.mkdtemp(prefix="atoll-bench-", dir=options.directory))
     lab = blank.lab

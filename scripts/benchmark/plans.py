@@ -8,11 +8,15 @@ import numpy as np
 
 from node.errors import OperatorError
 from protocol.codecs import codec
+from protocol.grouping import grouped_plan
+from protocol.names import digest
 from protocol.plan import Plan
 from protocol.planning import flat_plan, trees
 from scripts.benchmark.lab import BytesMatrix, Lab
 
 SUM_CODEC = "sum16"
+MANY_PARTS = 1 << 20
+"""Parts do not limit the number of shards."""
 
 
 def _flat(lab: Lab) -> Plan:
@@ -20,7 +24,14 @@ def _flat(lab: Lab) -> Plan:
     return flat_plan(hosts, (1 << hosts) - 1)
 
 
-PLANS: dict[str, Callable[[Lab], Plan]] = {"flat": _flat}
+def _grouped(lab: Lab) -> Plan:
+    """Two levels, as for rosters that are too large for one: groups follow the order of the lab's hosts."""
+    hosts = len(lab.hosts)
+    names = [host.name for host in lab.hosts]
+    return grouped_plan(names, (1 << hosts) - 1, MANY_PARTS, digest(b"bench"))
+
+
+PLANS: dict[str, Callable[[Lab], Plan]] = {"flat": _flat, "grouped": _grouped}
 
 
 def plan_of(name: str, lab: Lab) -> Plan:

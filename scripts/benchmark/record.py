@@ -17,6 +17,10 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """From the first host that began to the last that ended."""
     cpu_ns: int
     """Of the engine's processes on all hosts."""
+    system_ns: int = 0
+    """The kernel's part of it, in steps of 10 ms a process."""
+    lab_ns: int = 0
+    """CPU time of what moves the lab's packets meanwhile, the kernel's work for arriving packets included."""
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +57,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_s: float = 0.0
     """Exchange of the first round: connections are made in it."""
     others: dict[str, float] = {}
-    """Other engines of the same lab, size and run: their seconds as multiples of this one's."""
+    """Other engines, and other plans, of the same lab, size and run: their seconds as multiples of this one's."""
     failure: str = ""
     """Why there are no figures, or why they do not count: one sentence."""
     date: str
@@ -123,6 +127,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def system_share(self) -> float:
+        """The kernel's part of the CPU time of exchanges."""
+        whole = sum(one.exchange.cpu_ns for one in self.rounds)
+        return sum(one.exchange.system_ns for one in self.rounds) / max(whole, 1)
+
+    @property
     def peak_bytes(self) -> int:
         """Of the largest process."""
         return max(peak for one in self.rounds for host in one.peak_bytes for peak in host)
@@ -154,13 +164,18 @@ def compared(results: Sequence[CaseResult]) -> tuple[CaseResult, ...]:
             others={
                 other.title: round(other.exchange_s / one.exchange_s, 3)
                 for other in results
-                if other.measured and other.key[:2] == one.key[:2] and other.engine != one.engine
+                if other.measured and other.key[:2] == one.key[:2] and _rivals(one, other)
             },
         )
         if one.measured
         else one
         for one in results
     )
+
+
+def _rivals(one: CaseResult, other: CaseResult) -> bool:
+    """Not two codecs of one engine."""
+    return one.engine != other.engine or (one.codec == other.codec and one.plan != other.plan)
 
 
 def _crossing(moved: tuple[tuple[int, ...], ...], inside: list[bool], *, out: bool) -> int:

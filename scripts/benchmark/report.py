@@ -39,8 +39,8 @@ def show(run: Run, console: Console) -> None:
         for one in group:
             if one.failure:
                 console.print(f"{one.title}: {one.failure}", highlight=False, soft_wrap=True)
-            elif one.others:
-                console.print(f"{one.title}: {others(one)}", highlight=False, soft_wrap=True)
+            elif said := remarks(one):
+                console.print(f"{one.title}: {said}", highlight=False, soft_wrap=True)
     console.print(f"{run.machine}; {run.date}", highlight=False, soft_wrap=True)
 
 
@@ -64,9 +64,11 @@ def cells(one: CaseResult) -> tuple[str, ...]:
     )
 
 
-def others(one: CaseResult) -> str:
-    """Its place among the other engines."""
-    return ", ".join(f"{ratio:.2f} × as fast as {title}" for title, ratio in one.others.items())
+def remarks(one: CaseResult) -> str:
+    """Bytes on the lines of sites, and its place among the others."""
+    said = [f"{one.site_line_bytes(site.name) / 1e6:.1f} MB on the line of {site.name}" for site in one.lab.sites]
+    said += [f"{ratio:.2f} × as fast as {title}" for title, ratio in one.others.items()]
+    return "; ".join(said)
 
 
 def _groups(results: Iterable[CaseResult]) -> list[list[CaseResult]]:
@@ -187,7 +189,7 @@ def section(results: Sequence[CaseResult]) -> str:
         ]
         lines += [f"| {one.title} | {' | '.join(cells(one))} |" for one in group]
         lines += [""]
-        lines += [f"{one.title}: {others(one)}.\n" for one in group if one.engine == "atoll" and one.others]
+        lines += [f"{one.title}: {said}.\n" for one in group if one.engine == "atoll" and (said := remarks(one))]
         how = {(one.date, one.machine, one.command): None for one in group}
         lines += [f"{date}, {machine}. `{command}`\n" for date, machine, command in how]
         parts.append("\n".join(lines))

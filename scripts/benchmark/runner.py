@@ -79,11 +79,16 @@ async def _round(case: Case, wan: Wan, bound: Bound, contestant: Contestant, num
         if phase == EXCHANGE:
             accounts.forget_peaks(pid for members in families for pid in members)
             moved = wan.delivered_bytes()
-        before = [accounts.account(members) for members in families]
+        before, lab_ns = [accounts.account(members) for members in families], accounts.cpu_ns(wan.process_id)
         seconds = await contestant.perform(phase, number)
         after = [accounts.account(members) for members in families]
         used = [late.since(early) for early, late in zip(before, after, strict=True)]
-        phases[phase] = Phase(seconds=seconds, cpu_ns=sum(one.cpu_ns for one in used))
+        phases[phase] = Phase(
+            seconds=seconds,
+            cpu_ns=sum(one.cpu_ns for one in used),
+            system_ns=sum(one.system_ns for one in used),
+            lab_ns=accounts.cpu_ns(wan.process_id) - lab_ns,
+        )
         if phase == EXCHANGE:
             spent = used
             moved = [

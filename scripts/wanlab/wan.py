@@ -155,6 +155,11 @@ class Wan:
                 raise
         return self
 
+    @property
+    def process_id(self) -> int:
+        """Of what moves the packets."""
+        return self._process.pid
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +17,7 @@ import pytest
 from node.errors import OperatorError
 from protocol.codecs import codec
 from protocol.sums import PartSum
-from scripts.benchmark import command, lab, report
+from scripts.benchmark import accounts, command, lab, report
 from scripts.benchmark.bounds import BOUNDS, Bound, bound_of
 from scripts.benchmark.contestant import EXCHANGE, RoundFailed, at_once
 from scripts.benchmark.lab import HostLine, Lab, Link, Site
@@ -65,6 +69,14 @@ def test_a_flat_plan_takes_three_bytes_a_value_through_a_site() -> None:
     sites = lab.load("two-sites")
     moved = bytes_to_move("atoll", "int8", "flat", sites, 1_000_000)
     assert sites.busiest_s(moved) == pytest.approx(3 * (1 + 4 / 256) * 1e6 / 12.5e6, rel=1e-3)
+
+
+def test_a_grouped_plan_moves_partial_sums_between_groups() -> None:
+    """Six hosts in three groups of two: each tree has two heads, whose sums go up in the sum codec."""
+    sites = lab.load("two-sites")
+    moved = bytes_to_move("atoll", "int8", "grouped", sites, 1_000_000)
+    leaf, summed = (1 + 4 / 256) * 1e6, (2 + 1 / 256) * 1e6
+    assert moved.sum() == pytest.approx(5 * leaf + 3 * leaf + 2 * summed, rel=1e-3)
 
 
 def test_the_slowest_line_is_the_limit() -> None:
@@ -133,6 +145,20 @@ def test_the_bound_of_int8_is_not_far_from_what_happens(inputs: Inputs) -> None:
     assert verdict.worst > 0.5
 
 
+def test_partial_sums_are_within_their_bound(inputs: Inputs) -> None:
+    """Two groups of two: one partial sum, then the rest."""
+    one, sums = codec("int8"), codec("sum16")
+    head, total = PartSum(ELEMENTS, sums), PartSum(ELEMENTS, sums)
+    for place, vector in enumerate(inputs.vectors):
+        (head if place < 2 else total).add_leaf(1, one, one.encode(vector.values[:]))
+    total.add_partial(head.partial())
+    result = one.decode(one.encode(total.mean(HOSTS)), ELEMENTS)
+    bound = bound_of("atoll", "int8", 2)
+    assert bound is not None
+    assert judge([result], inputs, 0, bound).right
+    assert not judge([wrong(result, "the last value")], inputs, 0, bound).right
+
+
 def wrong(result: np.ndarray, how: str) -> np.ndarray:
     changed = result.copy()
     match how:
@@ -195,6 +221,30 @@ def test_a_bound_never_lets_nan_pass() -> None:
     bound = Bound(name="nothing", of=lambda inputs, mean: np.full(len(mean), np.inf), rms_limit=np.inf)
     with closing(Inputs(2, 100)) as made:
         assert not judge([np.full(100, np.nan, np.float32)], made, 0, bound).right
+
+
+# ---------------------------------------------------------------- accounts
+
+
+def test_cpu_time_and_memory_of_a_process_are_the_kernels_own() -> None:
+    before, mine = accounts.cpu_ns(os.getpid()), time.process_time_ns()
+    while time.process_time_ns() - mine < 50_000_000:
+        pass
+    assert accounts.cpu_ns(os.getpid()) - before >= 50_000_000
+    assert accounts.system_ns(os.getpid()) <= accounts.cpu_ns(os.getpid()) + 2 * accounts.TICK_NS
+    accounts.forget_peaks([os.getpid()])
+    before = accounts.peak_bytes(os.getpid())
+    bytearray(b"x" * (64 << 20)).clear()
+    assert accounts.peak_bytes(os.getpid()) - before > 32 << 20
+
+
+def test_a_process_that_is_gone_costs_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pid = child.pid
+        child.wait(60)
+    assert accounts.family(pid) == []
+    assert accounts.cpu_ns(pid) == accounts.system_ns(pid) == accounts.peak_bytes(pid) == 0
+    accounts.forget_peaks([pid])
 
 
 # ---------------------------------------------------------------- what is said of it
