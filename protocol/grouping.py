@@ -18,45 +18,76 @@ from dataclasses import dataclass
 from protocol.messages import Roster
 from protocol.names import Digest, PeerId, digest, encode_integer
 from protocol.plan import Plan, Shard
-from protocol.planning import MAX_FAN, MAX_GROUPED_SHARDS, flat_plan
+from protocol.planning import MAX_FAN, MAX_GROUPED_SHARDS, flat_plan, over_limits
 from protocol.rules import Rules
 from protocol.weights import bits
 
+LIMITS_TRIED = 4
+"""Plans made to learn whose limits are too low for duties; then whoever has any limit is given none."""
+
 
 def plan_for(draft: Roster, contributing: int, rules: Rules) -> Plan:
-    """The plan of a roster that has none yet; the bitmap `contributing` names its READYs with a slot."""
+    """The plan of a roster that has none yet; the bitmap `contributing` names its READYs with a slot.
+
+    Whom its limits allow no more has no shard and no group, as long as others are left to take them.
+    """
+    limited = sum(
+        1 << index
+        for index, ready in enumerate(draft.readys)
+        if ready.message.upload_limit_bytes or ready.message.download_limit_bytes
+    )
+    leading = (1 << len(draft.readys)) - 1
+    for trial in range(LIMITS_TRIED + 1):
+        plan = _plan(draft, contributing, leading, rules)
+        over = sum(1 << index for index in over_limits(draft, plan, contributing, rules)) & leading
+        spared = leading & ~(over if trial + 1 < LIMITS_TRIED else limited)
+        if not over or not spared & contributing:
+            return plan
+        leading = spared
+    return plan
+
+
+def _plan(draft: Roster, contributing: int, leading: int, rules: Rules) -> Plan:
     if len(draft.readys) <= MAX_FAN + 1:
-        return flat_plan(len(draft.readys), contributing)
+        return flat_plan(len(draft.readys), contributing, [leading >> index & 1 for index in range(len(draft.readys))])
     draw = digest(b"atoll/turn", draft.base.digest(), encode_integer(draft.attempt))
-    return grouped_plan([ready.sender for ready in draft.readys], contributing, rules.part_count, draw)
+    return grouped_plan([ready.sender for ready in draft.readys], contributing, rules.part_count, draw, leading)
 
 
-def grouped_plan(peers: Sequence[PeerId], contributing: int, part_count: int, draw: Digest) -> Plan:
-    """At most `MAX_GROUPED_SHARDS` trees of two levels over `peers` [n]; no more than there are parts or contributors.
-    `draw` decides whose turn it is.
+def grouped_plan(
+    peers: Sequence[PeerId], contributing: int, part_count: int, draw: Digest, leading: int | None = None
+) -> Plan:
+    """At most `MAX_GROUPED_SHARDS` trees of two levels over `peers` [n]; no more than there are parts, or contributors
+    who may lead. `draw` decides whose turn it is. `leading`: who may be a root or a head; None: anyone.
 
     Raises ValueError without contributors, or with more READYs than two levels hold.
     """
     if not 0 < contributing < 1 << len(peers):
         raise ValueError(f"bitmap {contributing:#x} names no contributor among {len(peers)} READYs")
-    groups = _groups(peers, contributing, draw)
+    count = math.isqrt(len(peers) - 1) + 1
+    if leading is None:
+        leading = (1 << len(peers)) - 1
+    if (leading & contributing).bit_count() < count:
+        leading |= contributing  # else groups with contributors would be left without a head
+    groups = _groups(peers, contributing, leading, count, draw)
     widest = max(len(group.order) for group in groups) - 1 + len(groups) - 1
     if widest > MAX_FAN:
         raise ValueError(f"{len(peers)} READYs in {len(groups)} groups give a root {widest} children, above {MAX_FAN}")
     # All roots first: who is one takes fewer groups on, whichever shard comes first.
-    roots = _roots(groups, min(MAX_GROUPED_SHARDS, contributing.bit_count(), part_count))
+    roots = _roots(groups, min(MAX_GROUPED_SHARDS, (contributing & leading).bit_count(), part_count))
     return Plan(shards=tuple(Shard(share=1, parents=_tree(len(peers), *root, groups)) for root in roots))
 
 
 @dataclass(slots=True)
 class _Group:
     order: list[int]
-    """Its READYs, in the order in which they come to be roots and heads: contributors first."""
-    contributors: int
+    """Its READYs, in the order in which they come to be roots and heads: contributors who may lead first."""
+    roots: int
+    """How many of the first may be roots: they contribute."""
     duties: list[int]
-    """What each that may lead the group carries so far: children, and partial sums, which have twice the bytes.
+    """What each that may be the group's head carries so far: children, and partial sums, which have twice the bytes.
 
-    Its contributors; or all, if there is none and nothing to sum."""
+    Those that may be roots; or of the others, if there is nothing to sum."""
 
     def lead(self, place: int, partials: int) -> int:
         """The READY at `place` takes on its group's members, and so many partial sums."""
@@ -68,19 +99,21 @@ class _Group:
         return self.lead(min(range(len(self.duties)), key=self.duties.__getitem__), 1)
 
 
-def _groups(peers: Sequence[PeerId], contributing: int, draw: Digest) -> list[_Group]:
-    """Contributors and others are each spread evenly, so that sizes differ by two at most."""
-    count = math.isqrt(len(peers) - 1) + 1
-    inside = list(bits(contributing))
-    others = list(bits(~contributing & (1 << len(peers)) - 1))
+def _groups(peers: Sequence[PeerId], contributing: int, leading: int, count: int, draw: Digest) -> list[_Group]:
+    """Contributors and others, and those who may lead, are each spread evenly, so that sizes differ little."""
+    everyone = (1 << len(peers)) - 1
+    idle = everyone & ~contributing
+    kinds = (contributing & leading, contributing & ~leading, idle & leading, idle & ~leading)
     turn = [digest(b"atoll/order", draw, peer.encode()) for peer in peers]
     groups = []
     for number in range(count):
-        mine = _share(inside, number, count)
-        rest = _share(others, number, count)
-        order = sorted(mine, key=turn.__getitem__) + sorted(rest, key=turn.__getitem__)
+        leaders, led, idle_leaders, idle_led = (
+            sorted(_share(list(bits(kind)), number, count), key=turn.__getitem__) for kind in kinds
+        )
+        order = [*leaders, *led, *idle_leaders, *idle_led]
         if order:
-            groups.append(_Group(order=order, contributors=len(mine), duties=[0] * (len(mine) or len(rest))))
+            heads = len(leaders) or len(idle_leaders) or len(order)
+            groups.append(_Group(order=order, roots=len(leaders), duties=[0] * heads))
     return groups
 
 
@@ -90,7 +123,7 @@ def _share(items: list[int], number: int, count: int) -> list[int]:
 
 def _roots(groups: Sequence[_Group], shards: int) -> list[tuple[int, int]]:
     """(group, READY) of each shard's root: the first contributor of each group, then the second of each, and so on."""
-    places = sorted((place, number) for number, group in enumerate(groups) for place in range(group.contributors))
+    places = sorted((place, number) for number, group in enumerate(groups) for place in range(group.roots))
     return [(number, groups[number].lead(place, len(groups) - 1)) for place, number in places[:shards]]
 
 

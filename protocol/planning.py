@@ -205,6 +205,30 @@ class _Edges:
             np.maximum.at(self.height, (shard, parent), self.height[shard, child] + 1)
 
 
+def over_limits(roster: Roster, plan: Plan, contributing: int, rules: Rules) -> dict[int, str]:
+    """READYs that would move more bytes than their limits allow, ascending, and how many.
+
+    A limit spares its READY other duties. Its own contribution, and every part once, it moves all the same: whoever
+    cannot is no use to a round, and must not be able to stop it.
+    """
+    if not any(ready.message.upload_limit_bytes or ready.message.download_limit_bytes for ready in roster.readys):
+        return {}
+    dealt = deal(roster.base.digest(), rules.part_count, plan)
+    first, end = rules.part_range(rules.part_count - 1)
+    size_of = codec(rules.codec).encoded_bytes
+    least = (rules.part_count - 1) * size_of(rules.part_elements) + size_of(end - first)
+    over: dict[int, str] = {}
+    for index, traffic in enumerate(bytes_of(plan, contributing, dealt, rules)):
+        ready = roster.readys[index].message
+        for word, moved, limit in (
+            ("send", traffic.sent, ready.upload_limit_bytes),
+            ("get", traffic.received, ready.download_limit_bytes),
+        ):
+            if limit and moved > max(limit, least):
+                over.setdefault(index, f"would {word} {moved} bytes, above its limit of {limit}")
+    return over
+
+
 def level_count(plan: Plan, contributing: int) -> int:
     """Levels at which sums are made: 0 for a READY alone, 1 for a flat plan, up to `MAX_DEPTH`."""
     return int(_Edges(plan, contributing).height.max())
@@ -273,12 +297,8 @@ def check_plan(roster: Roster, rules: Rules) -> str | None:
     if wrong is not None:
         return wrong
     dealt = deal(roster.base.digest(), rules.part_count, plan)
-    for index, traffic in enumerate(bytes_of(plan, contributing, dealt, rules)):
-        ready = roster.readys[index].message
-        if 0 < ready.upload_limit_bytes < traffic.sent:
-            return f"READY {index} would send {traffic.sent} bytes, above its limit of {ready.upload_limit_bytes}"
-        if 0 < ready.download_limit_bytes < traffic.received:
-            return f"READY {index} would get {traffic.received} bytes, above its limit of {ready.download_limit_bytes}"
+    for index, why in over_limits(roster, plan, contributing, rules).items():
+        return f"READY {index} {why}"
     return _check_durations(roster.durations_s, least_durations(plan, contributing, dealt, rules), rules)
 
 

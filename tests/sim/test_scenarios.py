@@ -18,7 +18,7 @@ from sim_world import World
 from protocol import chain, wire
 from protocol.candidates import roots_of
 from protocol.chain import ChainState
-from protocol.events import Effect, Received, Send, StartExchange
+from protocol.events import Effect, LinksChanged, Received, Send, StartExchange
 from protocol.judging import Judge
 from protocol.messages import NIL, Heartbeat, Join, Proposal, Ready, Roster, Vote
 from protocol.names import digest
@@ -90,6 +90,21 @@ def test_a_swarm_of_two_survives_the_death_of_either(elector_dies: bool) -> None
     last = survivor.committed[-1]
     assert len(last.roster.message.readys) == 2
     assert chain.counted_bits(last.headers) == 0b11
+
+
+def test_a_limit_of_one_byte_stops_nobody() -> None:
+    """It is counted like the others, and the root of nothing; before, every roster that it stood in was refused."""
+    world = swarm(5)
+    miser = world.nodes["PeerC"]
+    miser.feed(LinksChanged(upload_limit_bytes=1, download_limit_bytes=1, failed_edges=()))
+    run_to(world, 3, 30.0)
+    for commit in miser.committed:
+        readys = [ready.sender for ready in commit.roster.message.readys]
+        assert readys == sorted(world.nodes)
+        assert commit.roster.message.readys[2].message.upload_limit_bytes == 1
+        assert commit.roster.message.attempt == 0
+        assert chain.counted_bits(commit.headers) == 0b11111
+        assert miser.peer not in roots_of(commit.roster.message, world.rules)
 
 
 def test_a_root_that_died_is_not_waited_for_until_down_is_due() -> None:

@@ -146,3 +146,39 @@ def test_every_contribution_goes_up_once() -> None:
     everyone = (1 << 150) - 1
     for tree in trees(planned(150, everyone), everyone):
         assert sorted(index for slots in tree.slots for index in slots) == [i for i in bits(everyone) if i != tree.root]
+
+
+@pytest.mark.parametrize("peers", [2, 5, 65, 70, 200])
+def test_a_limit_spares_duties_and_stops_nobody(peers: int) -> None:
+    """One READY with a limit of a byte made every roster invalid: the planner did not look, and the predicate did."""
+    everyone = (1 << peers) - 1
+    stingy = {1, peers - 1}
+    for contributing in (everyone, everyone & ~2 | 1):
+        readys = [
+            ready(
+                100 if contributing >> index & 1 else 0,
+                upload_limit_bytes=int(index in stingy),
+                download_limit_bytes=int(index == 1),
+            )
+            for index in range(peers)
+        ]
+        plan = plan_for(roster(readys, None), contributing, rules())
+        made = roster(readys, plan)
+        assert check_plan(made, rules()) is None
+        if peers in (5, 200):  # of two, a root moves no more than a leaf; of 65, most roots have none of ten parts
+            leaders = {parent for shard in plan.shards for parent in (*shard.parents, shard.root)}
+            assert not leaders & stingy
+
+
+def test_limits_that_only_a_lighter_duty_keeps() -> None:
+    """Whoever is spared leaves more for the others, whose limits may then be too low in turn."""
+    moved = 2 * 10 * 1024
+    readys = [ready(upload_limit_bytes=int(moved * (0.8 + 0.02 * index))) for index in range(20)] + [ready()]
+    plan = plan_for(roster(readys, None), (1 << 21) - 1, rules())
+    assert check_plan(roster(readys, plan), rules()) is None
+
+
+def test_where_all_are_limited_there_is_no_plan_that_passes() -> None:
+    readys = [ready(upload_limit_bytes=1) for _ in range(3)]
+    made = roster(readys, plan_for(roster(readys, None), 0b111, rules()))
+    assert "above its limit of 1" in (check_plan(made, rules()) or "")

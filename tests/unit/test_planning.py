@@ -217,6 +217,7 @@ def test_durations_outside_the_bounds_are_refused(durations: tuple, words: str) 
 
 
 def test_byte_limits_of_a_ready_bind() -> None:
+    """Among three, whose roots move 1.3 times the vector each way."""
     plan = flat_plan(3, 0b111)
     traffic = bytes_of(plan, 0b111, deal(BASE.digest(), PARTS, plan), rules())
     for field, bytes_needed, word in [
