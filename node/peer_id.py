@@ -51,7 +51,7 @@ def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
     return True
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _key(peer_id: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
 

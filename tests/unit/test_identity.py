@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
+import node.daemon.identity as identity_module
 from node.daemon.identity import (
     Identity,
     create_data_certificate,
@@ -23,6 +25,7 @@ from node.daemon.identity import (
 )
 from node.errors import OperatorError
 from node.home import Home
+from node.peer_id import verify
 
 
 def test_an_identity_is_created_once_with_mode_0600(tmp_path: Path) -> None:
@@ -65,6 +68,25 @@ def test_signatures_bind_signer_and_message() -> None:
     assert not other.verify(one.peer_id, b"message", signature[:-1])
     assert not other.verify("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", b"message", signature)
     assert not other.verify("0OIl", b"message", signature)
+
+
+def test_what_was_verified_is_remembered_as_long_as_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, calls = Identity.generate(), []
+
+    def counted(signer: str, message: bytes, signature: bytes) -> bool:
+        calls.append(message)
+        return verify(signer, message, signature)
+
+    monkeypatch.setattr(identity_module, "verify_signature", counted)
+    monkeypatch.setattr(identity_module, "_remembered", lru_cache(maxsize=8)(counted))
+    short, long = b"a" * identity_module.REMEMBERED_BYTES, b"b" * (identity_module.REMEMBERED_BYTES + 1)
+    for message in (short, long):
+        signature = one.sign(message)
+        for _ in range(3):
+            assert one.verify(one.peer_id, message, signature)
+        assert not one.verify(one.peer_id, message, one.sign(b"something else"))
+    assert calls.count(short) == 2
+    assert calls.count(long) == 4
 
 
 @pytest.mark.parametrize("text", ["", "x", "1" * 5000, "12D3KooW", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"])
