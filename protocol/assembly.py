@@ -85,6 +85,7 @@ class Assembly:
         self.readys: dict[PeerId, Signed[Ready]] = {}
         """`add_ready` alone changes it."""
         self._contributors: set[PeerId] = set()
+        self._electors = frozenset(state.electors)
         self.received_s: dict[PeerId, float] = {}
         self.joins: dict[PeerId, Signed[Join]] = {}
         self.first_ready_s: float | None = None
@@ -125,7 +126,7 @@ class Assembly:
         self.joins.pop(peer, None)
 
     def electors_ready(self) -> int:
-        return sum(peer in self.readys for peer in self.state.electors)
+        return len(self._electors & self.readys.keys())
 
     def contributors(self) -> int:
         return len(self._contributors)

@@ -36,9 +36,10 @@ class Follower:
     def _find_ahead(self, record: Record) -> list[tuple[int, PeerId]]:
         mine = record.base
         return sorted(
-            (heard.base.round, peer)
-            for peer, heard in self.standing.fresh.items()
-            if heard.base.lineage == mine.lineage and heard.base.round > mine.round
+            (base.round, peer)
+            for base, there in self.standing.presence.places.items()
+            if base.lineage == mine.lineage and base.round > mine.round
+            for peer in there
         )
 
     def follow(self, record: Record) -> None:

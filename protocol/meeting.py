@@ -116,7 +116,9 @@ class Meeting:
         fresh, presence = self.standing.fresh, self.standing.presence
         foreign = self._foreign.get(presence.version, self._place)
         if foreign is None:
-            foreign = self._foreign.put([peer for peer, heard in fresh.items() if heard.base.lineage != mine[0]])
+            apart = any(base.lineage != mine[0] for base in presence.places)
+            found = [peer for peer, heard in fresh.items() if heard.base.lineage != mine[0]] if apart else []
+            foreign = self._foreign.put(found)
         if not foreign and self._verdict is None:
             self.lineages.forget(mine[0], ())
             return

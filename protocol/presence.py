@@ -44,6 +44,8 @@ class Presence:
         """In the order in which they were heard last."""
         self._fresh: dict[PeerId, Heard] = {}
         """Of these, in the same order, those within the timeout."""
+        self.places: dict[Base, dict[PeerId, Heard]] = {}
+        """The same by where they are: there are far fewer places than peers."""
         self.leaves: dict[PeerId, Signed[Leave]] = {}
         self.version = 0
         """Rises with every change but of times: what is derived from presence holds while it stands still."""
@@ -53,9 +55,7 @@ class Presence:
         before = self._fresh.get(sender)
         if sender not in self.heard and len(self.heard) >= PEERS_KEPT:
             longest_ago = next(iter(self.heard))
-            del self.heard[longest_ago]
-            self._fresh.pop(longest_ago, None)
-            self.version += 1
+            self._drop(longest_ago)
         elsewhere = None
         if before is not None:
             moved = before.base.lineage != beat.base.lineage
@@ -77,9 +77,21 @@ class Presence:
 
     def forget(self, peer: PeerId) -> None:
         """As if it had never been heard."""
+        self._drop(peer)
+
+    def _drop(self, peer: PeerId) -> None:
         self.heard.pop(peer, None)
-        self._fresh.pop(peer, None)
+        self._fade(peer)
         self.version += 1
+
+    def _fade(self, peer: PeerId) -> None:
+        """It is not fresh any more."""
+        known = self._fresh.pop(peer, None)
+        if known is not None:
+            there = self.places[known.base]
+            del there[peer]
+            if not there:
+                del self.places[known.base]
 
     def repeated(self, sender: PeerId, envelope: bytes, now_s: float) -> Heard | None:
         """What a fresh peer said last, if `envelope` are the very same bytes again; it is heard anew."""
@@ -91,9 +103,14 @@ class Presence:
         return known
 
     def _put(self, sender: PeerId, heard: Heard) -> None:
-        for order in (self.heard, self._fresh):
-            order.pop(sender, None)
-            order[sender] = heard
+        self.heard.pop(sender, None)
+        self.heard[sender] = heard
+        if self._fresh.get(sender) is heard:
+            del self._fresh[sender]
+        else:
+            self._fade(sender)
+            self.places.setdefault(heard.base, {})[sender] = heard
+        self._fresh[sender] = heard
 
     def fresh(self, now_s: float) -> Mapping[PeerId, Heard]:
         """Everyone heard within the timeout, whatever their lineage; never me. A view that stays up to date until time
@@ -104,7 +121,7 @@ class Presence:
             longest_ago = next(iter(self._fresh))
             if self._fresh[longest_ago].at_s >= horizon_s:
                 break
-            del self._fresh[longest_ago]
+            self._fade(longest_ago)
             self.version += 1
         return self._fresh
 

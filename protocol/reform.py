@@ -135,7 +135,8 @@ class Reforming:
             found = standing.presence.able_on(lineage, self.state.electors, self.outbox.now_s)
             if self.me in self.state.electors and standing.voting and standing.able:
                 found.add(self.me)
-            found = {peer for peer in found if not self._is_mute(peer)}
+            if self.mute:
+                found = {peer for peer in found if not self._is_mute(peer)}
             self._heard.put(found)
         return found
 

@@ -93,6 +93,7 @@ class Standing:
     failed_edges: tuple[PeerId, ...] = ()
     fresh: Mapping[PeerId, Heard] = field(default_factory=dict)
     """Everyone else heard of late, as of the event in hand."""
+    _members: Derived[frozenset[PeerId]] = field(default_factory=lambda: Derived())
     _live: Derived[tuple[set[PeerId], set[PeerId]]] = field(default_factory=lambda: Derived())
 
     def on_base(self, base: Base) -> set[PeerId]:
@@ -108,15 +109,18 @@ class Standing:
         return found
 
     def _find_live(self, state: ChainState) -> tuple[set[PeerId], set[PeerId]]:
-        here, behind = {self.me}, set()
-        for peer, _ in state.members:
-            heard = self.fresh.get(peer)
-            if heard is None or not heard.able or peer in self.presence.leaves:
-                continue
-            if heard.base == state.base:
-                here.add(peer)
-            elif heard.base.lineage == state.base.lineage and heard.base.round == state.base.round - 1:
-                behind.add(peer)
-        if not self.voting:
-            here.discard(self.me)
-        return here, behind
+        mine = state.base
+        here, behind = self._able_at(mine), set[PeerId]()
+        for base in self.presence.places:
+            if base.lineage == mine.lineage and base.round == mine.round - 1:
+                behind |= self._able_at(base)
+        members = self._members.get(None, state) or self._members.put(frozenset(peer for peer, _ in state.members))
+        here &= members
+        if self.voting:
+            here.add(self.me)
+        return here, behind & members
+
+    def _able_at(self, base: Base) -> set[PeerId]:
+        """Peers heard at a place, who take part and stay."""
+        there, leaves = self.presence.places.get(base, {}), self.presence.leaves
+        return {peer for peer, heard in there.items() if heard.able and peer not in leaves}
