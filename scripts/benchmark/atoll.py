@@ -71,8 +71,9 @@ class Station:
     """Parts of the round under way."""
     roster_id: bytes = b""
     complete: trio.Event = field(default_factory=trio.Event)
-    """Every part is held."""
+    """Every part is held, or the engine has ended."""
     complete_s: float = 0.0
+    gone: bool = False
     encoded: api.Encoded | None = None
 
     @classmethod
@@ -149,6 +150,12 @@ class Station:
         return -(-self.case.elements // self.case.part_elements)
 
     # ---------------------------------------------------------------- the daemon's part
+
+    async def listen(self) -> None:
+        """Until the engine ends, which nobody waits for in vain."""
+        await self.client.run()
+        self.gone = True
+        self.complete.set()
 
     async def play_daemon(self, nursery: trio.Nursery) -> None:
         async for event in self.client.events:
@@ -292,6 +299,10 @@ class AtollEngines:
         station.roster_id = digest(b"bench roster", self._base)
         await station.client.exchange(self._request(station))
         await station.complete.wait()
+        if station.gone:
+            log = self.case.directory / f"atoll-{station.host.index}.log"
+            last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            raise RoundFailed(f"the engine on host {station.host.index} ended in the exchange: {last}")
 
     async def _step(self, station: Station) -> None:
         await station.client.stop_exchange(roster_id=station.roster_id)
@@ -373,7 +384,7 @@ async def opened_atoll(case: Case, nursery: trio.Nursery) -> AsyncIterator[Atoll
             station = Station.start(case, host, by_id, threads)
             stations.append(station)
             by_id[station.identity.peer_id] = station
-            nursery.start_soon(station.client.run)
+            nursery.start_soon(station.listen)
             nursery.start_soon(station.play_daemon, nursery)
         try:
             with trio.fail_after(WARM_UP_S):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 
-from scripts.benchmark.contestant import DECODE, ENCODE, EXCHANGE, LOAD, OUTER
+from node.engine import api
+from scripts.benchmark import lab
+from scripts.benchmark.atoll import opened_atoll
+from scripts.benchmark.contestant import DECODE, ENCODE, EXCHANGE, LOAD, OUTER, Case, RoundFailed
 from scripts.benchmark.record import Run
-from scripts.wanlab.wan import unavailable
+from scripts.benchmark.vectors import Inputs
+from scripts.wanlab.wan import Wan, unavailable
 
 pytestmark = [
     pytest.mark.chaos,
@@ -67,3 +73,46 @@ def test_an_engine_that_cannot_run_is_named_with_its_reason(tmp_path: Path, monk
     run, said = bench(tmp_path, "--engines", "hivemind", "--codecs", "fp16")
     assert run.results[0].failure.startswith("not available: ")
     assert "--setup-hivemind" in said
+
+
+def test_an_engine_that_is_killed_ends_the_case_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of an engine's phase is not waited for; the others and the lab are taken down."""
+    with Wan(2, mtu_bytes=9000) as wan, closing(Inputs(2, 4_000_000)) as inputs:
+        made = lab.load("short")
+        made.lay(wan)
+        wan.rate(*wan.hosts, up_bytes_s=1e5, down_bytes_s=1e5)
+        case = Case(
+            engine="atoll",
+            codec="int8",
+            plan="flat",
+            lab=made,
+            hosts=wan.hosts,
+            inputs=inputs,
+            part_elements=65_536,
+            patience_s=LIMIT_S,
+            directory=tmp_path,
+        )
+
+        async def main() -> None:
+            with trio.fail_after(LIMIT_S / 4):
+                async with trio.open_nursery() as nursery:
+                    async with opened_atoll(case, nursery) as engines:
+                        victim = engines.stations[1]
+                        begin = victim.client.exchange
+
+                        async def begin_and_die(request: api.Exchange) -> api.Done:
+                            # The round's bytes take 40 s at this rate: it is killed in the middle of them.
+                            answer = await begin(request)
+                            victim.process.kill()
+                            return answer
+
+                        monkeypatch.setattr(victim.client, "exchange", begin_and_die)
+                        await engines.perform(LOAD, 0)
+                        await engines.perform(ENCODE, 0)
+                        with pytest.raises(RoundFailed, match="host 1"):
+                            await engines.perform(EXCHANGE, 0)
+                        victim.process.wait(20)
+                    nursery.cancel_scope.cancel()
+            assert all(station.process.returncode is not None for station in engines.stations)
+
+        trio.run(main)
