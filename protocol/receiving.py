@@ -36,6 +36,9 @@ from protocol.round import Round
 if TYPE_CHECKING:
     from protocol.peer import PeerMachine
 
+EARLY_ROSTERS = 8
+"""Of other places than mine, read for one link in a round; a leader sends one an attempt."""
+
 
 class Receiver:
     """The part of a `PeerMachine` that reads its mail."""
@@ -54,10 +57,16 @@ class Receiver:
         self.foreign_states: dict[PeerId, Digest] = {}
         """The state that each elector named last for my place in the chain, where it is not mine."""
         self._early = EarlyMail()
+        self._early_rosters: dict[PeerId, int] = {}
+        """How many ROSTERs of other places each link had me read in this round."""
+        self._unreadable: set[tuple[PeerId, int]] = set()
+        """(leader, attempt) of ROSTERs of this round that were signed and malformed."""
 
     def begin(self, state: ChainState) -> None:
         """A round begins on `state`: what came too early for it comes now."""
         self.foreign_states = {}
+        self._early_rosters = {}
+        self._unreadable = set()
         for signed in self._early.release(state.base):
             self.route(signed)
 
@@ -69,20 +78,10 @@ class Receiver:
             if heard.base.lineage != self.machine.state.base.lineage:
                 self.docket.tell(event.from_peer, anew=False)
             return False
-        try:
-            signed: Signed[Any] = wire.decode(event.data)
-        except wire.WireError as error:
-            self.standing.misbehaved(event.from_peer, str(error))
-            return False
-        if signed.sender == self.me:
+        signed = self._open(event)
+        if signed is None:
             return False
         message = signed.message
-        if self.machine.round.knows(signed):
-            self.past.help_along(signed.sender, message.base, self.machine.state)
-            return False
-        if not wire.verify(self.keyring, signed):
-            self.standing.misbehaved(event.from_peer, f"handed over a message that {signed.sender} did not sign")
-            return False
         present = isinstance(message, Heartbeat) and not self.docket.unheard(signed.sender)
         if signed.sender in self.docket and not present and not isinstance(message, Fetch):
             return False  # it may still learn what the run decided, but it has no say in it
@@ -107,6 +106,79 @@ class Receiver:
             case _:
                 self._based(signed, message.base)
         return True
+
+    def _open(self, event: Received) -> Signed[Any] | None:
+        """What is worth taking in, verified; None for the rest. A large body is read only for whom it may come from.
+
+        In this order: size, signature, the sender's right to send it now, and only then the reading. Under READY,
+        PROPOSAL and VOTE signatures cover what only reading brings out: these are known byte for byte, or small.
+        """
+        try:
+            sealed = wire.unseal(event.data)
+            if sealed.sender == self.me:
+                return None
+            verified = self._signed_unread(sealed)
+            if verified is False:
+                self._forged(event, sealed.sender)
+                return None
+            if sealed.kind is Roster and not self._worth_reading(event.from_peer, sealed):
+                return None
+            try:
+                signed = wire.open_sealed(sealed)
+            except wire.WireError:
+                if sealed.kind is Roster:
+                    # Its leader signed what cannot be read: it is not read a second time in this round.
+                    self._unreadable.add((sealed.sender, wire.beginning(sealed).attempt))
+                raise
+        except wire.WireError as error:
+            self.standing.misbehaved(event.from_peer, str(error))
+            return None
+        if self.machine.round.knows(signed):
+            self.past.help_along(signed.sender, signed.message.base, self.machine.state)
+            return None
+        if verified is None and not wire.verify(self.keyring, signed):
+            self._forged(event, signed.sender)
+            return None
+        return signed
+
+    def _signed_unread(self, sealed: wire.Sealed) -> bool | None:
+        """Whether the signature holds; None where that takes reading the body. Raises `WireError`."""
+        if sealed.kind is Roster:
+            return wire.verify_beginning(self.keyring, sealed, wire.beginning(sealed))
+        if sealed.kind in (Ready, Proposal, Vote):
+            return None
+        return self.keyring.verify(sealed.sender, wire.signing_bytes(sealed.kind, sealed.body), sealed.signature)
+
+    def _forged(self, event: Received, sender: PeerId) -> None:
+        self.standing.misbehaved(event.from_peer, f"handed over a message that {sender} did not sign")
+
+    def _worth_reading(self, link: PeerId, sealed: wire.Sealed) -> bool:
+        """Whether a ROSTER whose signature holds may change anything: it is the largest message of a round, and whoever
+        has no part in the round could make everyone read it again and again.
+        """
+        if sealed.sender in self.docket:
+            return False
+        start, mine, judged = wire.beginning(sealed), self.machine.state.base, self.machine.round
+        base, sender, attempt = start.base, sealed.sender, start.attempt
+        if base.run != mine.run:
+            self.standing.misbehaved(sender, f"spoke of the run {base.run.hex()[:16]}, not of {mine.run.hex()[:16]}")
+            return False
+        asked_for = start.roster_id in judged.wanted_rosters
+        if base == mine:
+            unreadable = (sender, attempt) in self._unreadable and not asked_for
+            worth = not unreadable and judged.wants_roster(start.roster_id, sender=sender, attempt=attempt)
+        elif self.previous is not None and base == self.previous.base:
+            worth = self.previous.shows_more(start.roster_id, sender=sender, attempt=attempt)
+        elif base.round in (mine.round, mine.round + 1):
+            # Who leads there is not known yet; what is dropped is sent again, or asked for by its proposal.
+            read = self._early_rosters.get(link, 0)
+            worth = read < EARLY_ROSTERS
+            self._early_rosters[link] = min(read + 1, EARLY_ROSTERS)
+        else:
+            worth = False
+        if not worth:
+            self.past.help_along(sender, base, self.machine.state)
+        return worth
 
     def _heard(self, signed: Signed[Heartbeat], beat: Heartbeat, envelope: bytes) -> bool:
         """A heartbeat that its own signer handed over: whether it says anything new."""

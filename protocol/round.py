@@ -61,26 +61,32 @@ class Round(Record):
         elif chain.member(self.state, signed.sender) is None:
             self.standing.misbehaved(signed.sender, why)
 
+    def wants_roster(self, roster_id: Digest, *, sender: PeerId, attempt: int) -> bool:
+        """Whether a ROSTER that `sender` signed is worth reading, by its first fields; whoever had no right to it is
+        named."""
+        if roster_id in self.candidates:
+            return False
+        asked_for = roster_id in self.wanted_rosters
+        if not asked_for and not self.attempt - ATTEMPTS_KEPT < attempt <= self.attempt + ATTEMPTS_AHEAD:
+            return False
+        if sender != self.leader_of(attempt):
+            self.standing.misbehaved(sender, f"sent a ROSTER for attempt {attempt}, which it does not lead")
+            return False
+        if not asked_for and sum(known.roster.attempt == attempt for known in self.candidates.values()) > 1:
+            # Two show the offence; a third shows nothing more.
+            self.standing.misbehaved(sender, f"sent more than two different ROSTERs for attempt {attempt}")
+            return False
+        return True
+
     def on_roster(self, signed: Signed[Roster]) -> None:
         roster = signed.message
-        roster_id = wire.roster_id(signed)
-        if roster_id in self.candidates:
-            return
-        asked_for = roster_id in self.wanted_rosters
-        if not asked_for and not self.attempt - ATTEMPTS_KEPT < roster.attempt <= self.attempt + ATTEMPTS_AHEAD:
-            return
-        if signed.sender != self.leader_of(roster.attempt):
-            self.standing.misbehaved(
-                signed.sender, f"sent a ROSTER for attempt {roster.attempt}, which it does not lead"
-            )
+        if not self.wants_roster(wire.roster_id(signed), sender=signed.sender, attempt=roster.attempt):
             return
         others = [known for known in self.candidates.values() if known.roster.attempt == roster.attempt]
         if others:
             self.conflicts.add(roster.attempt)
             self.standing.docket.compare(others[0].signed, signed)
             self.standing.misbehaved(signed.sender, f"sent two different ROSTERs for attempt {roster.attempt}")
-            if len(others) > 1 and not asked_for:
-                return
         # What depends on my clock and on earlier attempts is judged with the proposal: it binds only below attempt 3.
         problem = validity.check_roster(
             self.state, self.rules, signed, self.outbox.keyring, attempt=validity.TRUSTING_ATTEMPT
@@ -142,6 +148,12 @@ class Round(Record):
         if mine != vote.value and len(self.shown) < SHOWN_MAX:
             self.shown.add((vote.attempt, signed.sender))
             self.outbox.send(signed.sender, proposal)
+
+    def shows_more(self, roster_id: Digest, *, sender: PeerId, attempt: int) -> bool:
+        """Whether a ROSTER that comes when the round is over shows an offence: its leader's other one is here."""
+        return roster_id not in self.candidates and any(
+            known.roster.attempt == attempt and known.signed.sender == sender for known in self.candidates.values()
+        )
 
     def late(self, signed: Signed[Any]) -> None:
         """A message of this round that came when it was over: it decides nothing, but it may show an offence."""

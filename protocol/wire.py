@@ -8,13 +8,14 @@ of form are here; whether a message is valid now is `protocol.validity`'s questi
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from protocol.bodies import MAX_BODY_BYTES, decode_body, encode_body, make_signed
-from protocol.fields import WireError
+from protocol.fields import MAX_ATTEMPT, WireError, check_signature, integer, peer_id
 from protocol.messages import (
     Commit,
     Evidence,
@@ -36,12 +37,16 @@ from protocol.messages import (
     Statement,
     Vote,
 )
-from protocol.names import Digest, Keyring, PeerId, digest, encode_integer
+from protocol.names import Base, Digest, Keyring, PeerId, digest, encode_integer
+from protocol.nested import get_base
 from protocol.pb import round_pb2 as pb
 
 __all__ = [
     "MAX_ENVELOPE_BYTES",
+    "Beginning",
+    "Sealed",
     "WireError",
+    "beginning",
     "decode",
     "decode_body",
     "decode_commit",
@@ -49,12 +54,15 @@ __all__ = [
     "encode_body",
     "encode_commit",
     "kind_name",
+    "open_sealed",
     "roster_id",
     "sign",
     "signing_bytes",
     "statement_bytes",
     "statement_of",
+    "unseal",
     "verify",
+    "verify_beginning",
 ]
 
 _KINDS: Final[dict[type[object], tuple[str, pb.Kind.ValueType]]] = {
@@ -148,11 +156,27 @@ def encode(signed: Signed[Any]) -> bytes:
     ).SerializeToString(deterministic=True)
 
 
-def decode(data: bytes) -> Signed[Any]:
-    """The signed message in an envelope, of any kind; its signature is not verified yet.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """An envelope whose body nobody has read yet: all that it costs is its size."""
 
-    Raises `WireError`, and nothing else, on anything malformed, oversized or out of range.
-    """
+    kind: type[Any]
+    sender: PeerId
+    body: bytes = field(repr=False)
+    signature: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """What tells whether a ROSTER is worth reading: its first fields, and the name that its body gives it."""
+
+    base: Base
+    attempt: int
+    roster_id: Digest
+
+
+def unseal(data: bytes) -> Sealed:
+    """The envelope alone. Raises `WireError` if it is malformed or oversized, by its kind's own limit too."""
     if len(data) > MAX_ENVELOPE_BYTES:
         raise WireError(f"an envelope of {len(data)} bytes is over the limit of {MAX_ENVELOPE_BYTES}")
     envelope = pb.Envelope()
@@ -163,7 +187,48 @@ def decode(data: bytes) -> Signed[Any]:
     kind = _BY_NUMBER.get(envelope.kind)
     if kind is None:
         raise WireError(f"an envelope has the unknown kind {envelope.kind}")
-    return make_signed(kind, envelope.sender, envelope.body, envelope.signature)
+    body = envelope.body
+    if len(body) > MAX_BODY_BYTES[kind]:
+        raise WireError(f"a {kind.__name__} of {len(body)} bytes is over the limit of {MAX_BODY_BYTES[kind]}")
+    return Sealed(
+        kind=kind,
+        sender=peer_id(envelope.sender, "the sender"),
+        body=body,
+        signature=check_signature(envelope.signature),
+    )
+
+
+def open_sealed(sealed: Sealed) -> Signed[Any]:
+    """The message in an envelope; its signature is not verified. Raises `WireError`, and nothing else."""
+    return make_signed(sealed.kind, sealed.sender, sealed.body, sealed.signature)
+
+
+def decode(data: bytes) -> Signed[Any]:
+    """The signed message in an envelope, of any kind; its signature is not verified yet.
+
+    Raises `WireError`, and nothing else, on anything malformed, oversized or out of range.
+    """
+    return open_sealed(unseal(data))
+
+
+def beginning(sealed: Sealed) -> Beginning:
+    """Of a sealed ROSTER: nothing that it holds beyond its first fields is turned into values. Raises `WireError`."""
+    roster = pb.Roster()
+    try:
+        roster.ParseFromString(sealed.body)
+    except DecodeError as error:
+        raise WireError(f"a Roster of {len(sealed.body)} bytes does not parse") from error
+    return Beginning(
+        base=get_base(roster.base),
+        attempt=integer(roster.attempt, "an attempt", MAX_ATTEMPT),
+        roster_id=digest(b"atoll/roster", sealed.body),
+    )
+
+
+def verify_beginning(keyring: Keyring, sealed: Sealed, start: Beginning) -> bool:
+    """Whether a sealed ROSTER's sender signed it: its signature covers the first fields and the body's hash."""
+    statement = Statement(base=start.base, attempt=start.attempt, body_hash=blake3(sealed.body).digest())
+    return keyring.verify(sealed.sender, statement_bytes(sealed.kind, statement), sealed.signature)
 
 
 def encode_commit(commit: Commit) -> bytes:
