@@ -182,7 +182,7 @@ def test_garbage_ends_its_own_connection(tmp_path: Path, garbage: bytes, monkeyp
 
 @pytest.mark.slow
 def test_floods_and_clients_that_never_read_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "CONNECTION_S", 1.0)
+    monkeypatch.setattr(http, "CONNECTION_S", 3.0)
 
     async def client(_: Source, bound: str) -> None:
         host, port = bound.rsplit(":", 1)
@@ -195,9 +195,9 @@ def test_floods_and_clients_that_never_read_are_ended(tmp_path: Path, monkeypatc
             for stream in streams:
                 await stream.aclose()
         # Beyond the cap they were closed at once; the others lived for CONNECTION_S, whatever they did.
-        at_once = sum(1 for end_s in ends if end_s - started_s < 0.5)
+        at_once = sum(1 for end_s in ends if end_s - started_s < 1.5)
         assert at_once == 2 * http.MAX_CONNECTIONS
-        assert max(ends) - started_s < 2.0
+        assert max(ends) - started_s < 6.0
         async with over_tcp(bound) as public:
             assert (await public.get("/health")).status_code == 200
 
