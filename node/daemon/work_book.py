@@ -5,8 +5,9 @@ What is counted comes from the chain alone: after a restart, and after catching 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 import structlog
 import trio
@@ -93,11 +94,11 @@ class WorkBook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountedRound:
-    """What one commit counts of a peer."""
+class CountedRounds:
+    """What one commit, or a stretch of them, counts of a peer."""
 
     base: bytes
-    """Digest of the base that it decided."""
+    """Digest of the base that the first of them decided."""
     tokens: list[int]
     """[P]"""
     through: Place
@@ -107,32 +108,43 @@ class CountedRound:
 class ChainReading:
     """What a chain says about a peer's work behind a place."""
 
-    rounds: tuple[CountedRound, ...]
+    rounds: tuple[CountedRounds, ...]
+    """The first commit, and the sum of those behind it: only the first can count what is frozen now. Empty if the whole
+    chain was read."""
     total: int
-    """Part-tokens, all of `rounds`."""
+    """Part-tokens, all commits that were read."""
     from_start: bool
     """The place is not on this chain: these are all of its commits."""
     tip: Place
 
 
 def read_chain(store: Store, peer: PeerId, after: Place | None) -> ChainReading:
-    """Every commit behind `after`, read from disk; blocks. Raises `StoreError` for a record that went bad."""
+    """Every commit behind `after`, read from disk one by one; blocks. However long the chain is, one commit is held.
+
+    Raises `StoreError` for a record that went bad.
+    """
     known = after is not None and (
         store.records_after(round_number=after.round, prev=after.prev, lineage=after.lineage, limit_bytes=0) is not None
     )
-    first = after.round if known and after is not None else 0
-    commits = [decode_commit(record.body) for record in store.records(first) if record.kind is FrameKind.COMMIT]
-    tip = place_of(store.state.base)
-    places = [place_of(commit.roster.message.base) for commit in commits[1:]] + [tip]
-    rounds = (
-        tuple(
-            CountedRound(base=commit.roster.message.base.digest(), tokens=counted_tokens(commit, peer), through=through)
-            for commit, through in zip(commits, places, strict=True)
-        )
-        if commits
-        else ()
-    )
-    return ChainReading(rounds=rounds, total=sum(sum(one.tokens) for one in rounds), from_start=not known, tip=tip)
+    first: CountedRounds | None = None
+    behind: CountedRounds | None = None
+    total, tip = 0, place_of(store.state.base)
+    for record in store.records(after.round if known and after is not None else 0):
+        if record.kind is not FrameKind.COMMIT:
+            continue
+        commit = decode_commit(record.body)
+        base, tokens = commit.roster.message.base, counted_tokens(commit, peer)
+        total += sum(tokens)
+        if first is None:
+            first = CountedRounds(base=base.digest(), tokens=tokens, through=tip)
+        elif behind is None:
+            first = replace(first, through=place_of(base))
+            behind = CountedRounds(base=base.digest(), tokens=tokens, through=tip)
+        else:
+            # A roster without parts counts nothing, in no part.
+            behind = replace(behind, tokens=[sum(both) for both in zip_longest(behind.tokens, tokens, fillvalue=0)])
+    rounds = () if not known else tuple(one for one in (first, behind) if one is not None)
+    return ChainReading(rounds=rounds, total=total, from_start=not known, tip=tip)
 
 
 def place_of(base: Base) -> Place:

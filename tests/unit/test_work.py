@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from chain_samples import (
     step,
 )
 
+from node.daemon import work_book
 from node.daemon.contribution import (
     BEHIND_THE_FREEZE,
     LINEAGE_LOST,
@@ -388,6 +390,40 @@ def test_the_chain_is_read_from_where_the_account_stands(tmp_path: Path) -> None
         # A new lineage of the same round goes on from the same account.
         store.append_reform(make_reform(store.state, PEERS[:2]))
         assert read_chain(store, ME, after[3]).rounds == ()
+    finally:
+        store.close()
+
+
+def test_a_long_chain_is_summed_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many commits lie behind the account, one is held at a time, and two sums come back."""
+    held: list[weakref.ref[HeldCommit]] = []
+    most = 0
+
+    class HeldCommit:
+        """What is read of a commit, where a weak reference can tell whether it is still held."""
+
+        def __init__(self, commit: Commit) -> None:
+            self.roster, self.headers = commit.roster, commit.headers
+
+    def decode(body: bytes) -> HeldCommit:
+        nonlocal most
+        commit = HeldCommit(wire.decode_commit(body))
+        held.append(weakref.ref(commit))
+        most = max(most, sum(reference() is not None for reference in held))
+        return commit
+
+    monkeypatch.setattr(work_book, "decode_commit", decode)
+    store = Store(tmp_path, RULES, KEYRING)
+    store.open()
+    try:
+        start = read_chain(store, ME, None).tip
+        for number in range(7):
+            append(store, a_commit(store.state, tokens=100 + number))
+        reading = read_chain(store, ME, start)
+        assert [one.tokens for one in reading.rounds] == [[100] * 3, [sum(range(101, 107))] * 3]
+        assert [one.through.round for one in reading.rounds] == [1, 7]
+        assert reading.total == 3 * sum(range(100, 107))
+        assert most <= 2  # the one in hand, and the one before until it is replaced
     finally:
         store.close()
 
