@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"written to {options.output}: bench.json, bench.png", highlight=False, soft_wrap=True)
     if options.record:
         report.record(run.results)
-    return 0 if all(one.measured or one.failure.startswith("not available") for one in run.results) else 1
+    return 0 if all(not one.failure or one.failure.startswith("not available") for one in run.results) else 1
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:

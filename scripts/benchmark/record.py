@@ -59,7 +59,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     others: dict[str, float] = {}
     """Other engines, and other plans, of the same lab, size and run: their seconds as multiples of this one's."""
     failure: str = ""
-    """Why there are no figures, or why they do not count: one sentence."""
+    """Why there are no figures, or which rounds are not in them: one sentence."""
     date: str
     machine: str
     command: str
@@ -74,13 +74,18 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.lab.name, self.elements, self.engine, self.codec, self.plan
 
     @property
+    def counted(self) -> tuple[Round, ...]:
+        """Rounds whose result was right: no other says how long a round takes."""
+        return tuple(one for one in self.rounds if one.verdict.right)
+
+    @property
     def measured(self) -> bool:
-        return bool(self.rounds) and not self.failure
+        return bool(self.counted)
 
     def median_s(self, *phases: str) -> float:
         """Seconds of these phases together; those that this engine has not take none."""
         return statistics.median(
-            sum(one.phases[name].seconds for name in phases if name in one.phases) for one in self.rounds
+            sum(one.phases[name].seconds for name in phases if name in one.phases) for one in self.counted
         )
 
     def cpu_ns(self, *phases: str) -> float:
@@ -88,7 +93,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         hosts = len(self.lab.hosts)
         return statistics.median(
             sum(one.phases[name].cpu_ns for name in phases if name in one.phases) / hosts / self.elements
-            for one in self.rounds
+            for one in self.counted
         )
 
     @property
@@ -116,35 +121,35 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def busiest_line_bytes(self) -> float:
         """Median over rounds of what the busiest host sent or got."""
-        return statistics.median(max(*one.sent_bytes, *one.received_bytes) for one in self.rounds)
+        return statistics.median(max(*one.sent_bytes, *one.received_bytes) for one in self.counted)
 
     def site_line_bytes(self, site: str) -> float:
         """Median over rounds of what left this site, and what came in: the larger of both."""
         inside = [host.site == site for host in self.lab.hosts]
         return statistics.median(
             max(_crossing(one.delivered_bytes, inside, out=True), _crossing(one.delivered_bytes, inside, out=False))
-            for one in self.rounds
+            for one in self.counted
         )
 
     @property
     def system_share(self) -> float:
         """The kernel's part of the CPU time of exchanges."""
-        whole = sum(one.exchange.cpu_ns for one in self.rounds)
-        return sum(one.exchange.system_ns for one in self.rounds) / max(whole, 1)
+        whole = sum(one.exchange.cpu_ns for one in self.counted)
+        return sum(one.exchange.system_ns for one in self.counted) / max(whole, 1)
 
     @property
     def peak_bytes(self) -> int:
         """Of the largest process."""
-        return max(peak for one in self.rounds for host in one.peak_bytes for peak in host)
+        return max(peak for one in self.counted for host in one.peak_bytes for peak in host)
 
     @property
     def worst(self) -> float:
         """Error, as a share of what is allowed."""
-        return max(one.verdict.worst for one in self.rounds)
+        return max(one.verdict.worst for one in self.counted)
 
     @property
     def rms_error(self) -> float:
-        return max(one.verdict.rms_error for one in self.rounds)
+        return max(one.verdict.rms_error for one in self.counted)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

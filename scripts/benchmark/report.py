@@ -37,9 +37,7 @@ def show(run: Run, console: Console) -> None:
                 table.add_row(one.title, "-", *[""] * (len(HEADINGS) - 1))
         console.print(table)
         for one in group:
-            if one.failure:
-                console.print(f"{one.title}: {one.failure}", highlight=False, soft_wrap=True)
-            elif said := remarks(one):
+            if said := remarks(one):
                 console.print(f"{one.title}: {said}", highlight=False, soft_wrap=True)
     console.print(f"{run.machine}; {run.date}", highlight=False, soft_wrap=True)
 
@@ -54,7 +52,7 @@ def cells(one: CaseResult) -> tuple[str, ...]:
         f"{one.exchange_s:.2f}",
         f"{one.limit_s:.2f}",
         f"{one.ratio:.2f}",
-        f"{one.median_s(ENCODE):.2f}" if ENCODE in one.rounds[0].phases else "",
+        f"{one.median_s(ENCODE):.2f}" if ENCODE in one.counted[0].phases else "",
         f"{apart:.2f}" if apart else "",
         f"{one.busiest_line_bytes / 1e6:.1f}",
         f"{one.cpu_ns(EXCHANGE):.1f}",
@@ -65,8 +63,11 @@ def cells(one: CaseResult) -> tuple[str, ...]:
 
 
 def remarks(one: CaseResult) -> str:
-    """Bytes on the lines of sites, and its place among the others."""
-    said = [f"{one.site_line_bytes(site.name) / 1e6:.1f} MB on the line of {site.name}" for site in one.lab.sites]
+    """What failed, bytes on the lines of sites, and its place among the others."""
+    said = [one.failure] if one.failure else []
+    if not one.measured:
+        return "; ".join(said)
+    said += [f"{one.site_line_bytes(site.name) / 1e6:.1f} MB on the line of {site.name}" for site in one.lab.sites]
     said += [f"{ratio:.2f} × as fast as {title}" for title, ratio in one.others.items()]
     return "; ".join(said)
 
@@ -189,7 +190,11 @@ def section(results: Sequence[CaseResult]) -> str:
         ]
         lines += [f"| {one.title} | {' | '.join(cells(one))} |" for one in group]
         lines += [""]
-        lines += [f"{one.title}: {said}.\n" for one in group if one.engine == "atoll" and (said := remarks(one))]
+        lines += [
+            f"{one.title}: {said}.\n"
+            for one in group
+            if (one.engine == "atoll" or one.failure) and (said := remarks(one))
+        ]
         how = {(one.date, one.machine, one.command): None for one in group}
         lines += [f"{date}, {machine}. `{command}`\n" for date, machine, command in how]
         parts.append("\n".join(lines))

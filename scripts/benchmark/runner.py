@@ -55,12 +55,16 @@ async def run_case(
                     rounds.append(one)
                     say(f"{blank.title}: round {number} in {one.exchange.seconds:.2f} s")
                     if not one.verdict.right:
-                        raise RoundFailed(f"in round {number}, {one.verdict.why}")
+                        say(f"{blank.title}: round {number} is wrong: {one.verdict.why}")
         except NotAvailable as error:
             failure = f"not available: {error}"
         except RoundFailed as error:
             failure = str(error)
         nursery.cancel_scope.cancel()
+    if not failure and (wrong := [one for one in rounds if not one.verdict.right]):
+        failure = (
+            f"{len(wrong)} of {len(rounds)} rounds gave no mean; in round {wrong[0].number}, {wrong[0].verdict.why}"
+        )
     return msgspec.structs.replace(
         blank,
         rounds=tuple(rounds[WARM_UP_ROUNDS:]),

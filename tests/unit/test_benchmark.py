@@ -293,6 +293,22 @@ def test_figures_are_medians_and_ratios() -> None:
     assert not broken.measured
 
 
+def test_a_wrong_round_is_in_no_figure() -> None:
+    """hivemind gives some: a reducer is given up, and what it has not sent is left as it was."""
+    one = a_result("hivemind", (2.0, 2.2, 0.1), failure="1 of 4 rounds gave no mean")
+    wrong = msgspec.structs.replace(
+        one.rounds[2], verdict=msgspec.structs.replace(one.rounds[2].verdict, right=False, worst=800.0)
+    )
+    one = msgspec.structs.replace(one, rounds=(*one.rounds[:2], wrong))
+    assert one.measured
+    assert one.exchange_s == pytest.approx(2.1)
+    assert one.worst == 0.5
+    assert report.remarks(one).startswith("1 of 4 rounds")
+    nothing = msgspec.structs.replace(one, rounds=(wrong,))
+    assert not nothing.measured
+    assert report.remarks(nothing) == one.failure
+
+
 def test_json_and_plot_are_written(tmp_path: Path) -> None:
     results = compared([a_result("atoll", (1.0, 1.1)), a_result("hivemind", (), failure="not available: no")])
     run = command.Run(date="2026-12-01", machine="a machine", command="scripts/bench_round", results=results)
