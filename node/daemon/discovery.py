@@ -56,6 +56,8 @@ MAX_RETRY_S = 60.0
 RETRY_EACH_S = 1.0
 """Of many who cannot be reached, one is dialled about so often; few are dialled as often as by a node alone, since half
 of a run that was cut in two has company, and is to find the other half soon."""
+AFTER_GOODBYE_S = 5.0
+"""More than a node listens after its goodbye (`network.GOODBYE_S`, and the host's own end)."""
 POLITE_DELAY_S = 2.0
 """Of a pair that learn of each other, the one with the greater id dials so much later: one connection, not two."""
 
@@ -252,6 +254,14 @@ class Discovery:
             self._candidates[peer_id] = _Candidate(addresses, trio.current_time() + polite_s)
             self._news.set()
 
+    def on_goodbye(self, peer_id: PeerId) -> None:
+        """It said that it leaves: it still listens for a moment, and is not to be called back in it."""
+        due_s = trio.current_time() + AFTER_GOODBYE_S
+        if candidate := self._candidates.get(peer_id):
+            candidate.due_s = max(candidate.due_s, due_s)
+        elif len(self._candidates) < MAX_CANDIDATES:
+            self._candidates[peer_id] = _Candidate((), due_s)  # its addresses are among the remembered
+
     # ------------------------------------------------------------ loops
 
     async def _keep_bootstrap(self, address: Address) -> None:
@@ -294,7 +304,8 @@ class Discovery:
                         candidate.failures = 0
                         candidate.due_s = now + FIRST_RETRY_S * random.uniform(0.5, 1.5)
                     elif (
-                        candidate.due_s <= now
+                        candidate.addresses
+                        and candidate.due_s <= now
                         and not candidate.dialling
                         and len(self._owner.links) < MAX_LINKS
                         and self._owner.must_not_dial(peer_id) is None

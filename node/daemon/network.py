@@ -95,7 +95,7 @@ async def open_network(
         async with open_host(identity, own, lambda: network.announced) as host, trio.open_nursery() as nursery:
             network._start(host, nursery, known, remembered)
             async with background_trio_service(network.discovery.dht):
-                nursery.start_soon(network.discovery.run)
+                nursery.start_soon(network._discover)
                 nursery.start_soon(network.gossip.run)
                 nursery.start_soon(network._watch_addresses)
                 if run_id is not None:
@@ -123,6 +123,7 @@ class Network:
         self.peer_id: PeerId = identity.peer_id
         self.run_id: Digest | None = None
         self.links: dict[PeerId, Link] = {}
+        self._discovering = trio.CancelScope()
         """Everyone connected, also those that have no run yet. Only the network changes it."""
         self.counts: Counter[str] = Counter()
         self.inbox = Inbox(self.counts)
@@ -323,6 +324,7 @@ class Network:
                 self.tell(PeerDisconnected(peer=link.peer_id, why=link.why_closed))
                 if link.left:
                     self.membership.forget(link.peer_id)
+                    self.discovery.on_goodbye(link.peer_id)
                 self._change_links()
 
     async def connect(self, peer_id: PeerId, addresses: Sequence[Address]) -> Link:
@@ -385,8 +387,15 @@ class Network:
         """Input that was dropped, by reason, since the start."""
         return dict(self.counts + self._host.swarm.admission.counts)
 
+    async def _discover(self) -> None:
+        with self._discovering:
+            await self.discovery.run()
+
     async def _leave(self) -> None:
         """Say goodbye to everyone and write the known peers down."""
+        # Else a bootstrap address is dialled again as soon as its goodbye has ended the link, and who was told that
+        # this node left sees it come back and die.
+        self._discovering.cancel()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.discovery.save)
             for link in self.links.values():

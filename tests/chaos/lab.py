@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,10 @@ from node.home import Home
 from node.manifest import rules_of
 from node.status import Status
 from tests.chaos.bent.bends import bends_file
-from tests.chaos.bent.strikes import Strike, Struck, armed_file, struck_file
+from tests.chaos.bent.strikes import PROGRAM, Strike, Struck, armed_file, struck_file
 from tests.chaos.evidence import Means, check_means, commits, leaders
 from tests.swarm.daemons import PATIENCE, ROUND_S, Daemon, TooLate, reasons, wait_all
 
-PROGRAM = (sys.executable, "-P", str(Path(__file__).parent / "bent" / "program.py"))
 STRIKE_POLL_S = 0.02
 STRIKE_TRIES = 12
 """Rounds in which a strike may come too late to be armed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -163,6 +164,8 @@ class Daemon:
         for child in supervisor.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = child.cmdline()
+                if not words:
+                    continue  # it has just ended
                 role = next((word.removeprefix("node.") for word in words if word.startswith("node.")), words[-1])
                 found[role] = child
         self.processes |= {process.pid: process for process in found.values()}
@@ -318,8 +321,8 @@ def daemons(directory: Path) -> Iterator[Callable[..., Daemon]]:
     """`with daemons(tmp_path) as make: a = make("a")`; whatever still runs at the end is killed."""
     made: list[Daemon] = []
 
-    def make(name: str, *, namespace: str | None = None) -> Daemon:
-        daemon = Daemon(home=Home(directory / name), namespace=namespace)
+    def make(name: str, *, namespace: str | None = None, program: Sequence[str] = ATOLL) -> Daemon:
+        daemon = Daemon(home=Home(directory / name), namespace=namespace, program=program)
         made.append(daemon)
         return daemon
 
@@ -328,3 +331,37 @@ def daemons(directory: Path) -> Iterator[Callable[..., Daemon]]:
     finally:
         for daemon in made:
             daemon.close()
+
+
+def loopback() -> tuple[str, ...]:
+    """A port that stays the node's over its lives: the others look for it there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "--listen", f"/ip4/127.0.0.1/tcp/{probe.getsockname()[1]}", "--threads", "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trio:
+    """Three nodes of one run, each of which can be started again where it was before."""
+
+    nodes: tuple[Daemon, Daemon, Daemon]
+    listen: dict[str, tuple[str, ...]]
+    addresses: dict[str, str]
+
+    def start_again(self, node: Daemon, *friends: Daemon) -> None:
+        """It is told the addresses of `friends`."""
+        node.start(*(f"--join={self.addresses[friend.name]}" for friend in friends), *self.listen[node.name])
+
+
+def trio_of(make: Callable[..., Daemon], *, counted: int) -> Trio:
+    """Three that train `micro`; returns when each was counted `counted` times: after two, each is an elector."""
+    a, b, c = nodes = (make("a"), make("b"), make("c"))
+    made = Trio(nodes=nodes, listen={node.name: loopback() for node in nodes}, addresses={})
+    a.start("--run", "micro", *made.listen["a"]).wait_listening()
+    made.addresses["a"] = a.address
+    for node in (b, c):
+        made.start_again(node, a)
+        node.wait_listening()
+        made.addresses[node.name] = node.address
+    wait_counted(nodes, counted, "all three are counted", (1 + counted) * ROUND_S)
+    return made

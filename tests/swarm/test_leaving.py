@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
-from daemons import LEAVE_S, ROUND_S, Daemon, atoll, daemons, wait_all, wait_counted
+from daemons import LEAVE_S, ROUND_S, Daemon, atoll, daemons, loopback, reasons, wait_all, wait_counted
 
+from node.daemon.catch_up import SNAPSHOT_COSTS_ROUNDS
 from node.supervisor import lock
+from scripts.soaking.accounts import read_account
+from tests.chaos.bent.strikes import PROGRAM, Strike, Struck, armed_file, struck_file
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
 Make = Callable[..., Daemon]
-
-
-def loopback() -> tuple[str, ...]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "--listen", f"/ip4/127.0.0.1/tcp/{probe.getsockname()[1]}", "--threads", "1"
+FAR_BEHIND_ROUNDS = SNAPSHOT_COSTS_ROUNDS + 4
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +81,37 @@ def told(host: Daemon, node: Daemon) -> None:
     assert "it left" in (host.home.path / "daemon.log").read_text(errors="replace").rpartition("peer gone")[2]
 
 
-def wait_phase(node: Daemon, *phases: str) -> None:
-    """Caught in the act: phases of a round are short, so this looks often."""
-    deadline_s = time.monotonic() + 2 * ROUND_S
-    seen = ""
-    while seen not in phases:
-        assert time.monotonic() < deadline_s, f"{node.name} was never {phases}, but {seen}"
-        status = node.glance()
-        seen = status.phase if status is not None else seen
-        time.sleep(0.01)
+def ended_at(node: Daemon, point: str, after: int) -> float:
+    """It runs with a strike armed: SIGTERM when it passes that place; the seconds from there until it was gone."""
+    deadline_s = time.monotonic() + 3 * ROUND_S
+    while not struck_file(node.home.path).exists():
+        assert node.running, node.output
+        assert time.monotonic() < deadline_s, f"{node.name} never came to {point} {after}; {reasons([node])}"
+        node.whole_node()
+        if node.last is None:
+            node.glance()  # who it is, for `told`
+        time.sleep(0.02)
+    assert node.process is not None
+    code = node.process.wait(LEAVE_S + 5)
+    ended_s = time.monotonic()
+    assert code == 0, (code, node.output)
+    struck = msgspec.json.decode(struck_file(node.home.path).read_bytes(), type=Struck)
+    struck_file(node.home.path).unlink()
+    assert not armed_file(node.home.path).exists()
+    return ended_s - struck.at_s
+
+
+def arm(node: Daemon, point: str, after: int) -> None:
+    strike = Strike(point=point, round=None, after=after, target="supervisor", signal=signal.SIGTERM)
+    armed_file(node.home.path).write_bytes(msgspec.json.encode(strike))
+
+
+def accounted_for(node: Daemon) -> None:
+    """All that it trained, when it left: counted, carried to its next life, or reported."""
+    account = read_account(node.home)
+    assert account is not None
+    assert account.work.missing == 0, account.work
+    assert account.work.counted == account.chain.get(account.peer, 0), "what is counted is what the chain says"
 
 
 # ---------------------------------------------------------------- while it starts
@@ -124,19 +144,54 @@ def test_while_nobody_answers(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- in a round
 
 
-# In the long suite until the phases are struck by events: on a quiet machine a look every 0.2 s can miss one for ever.
-@pytest.mark.chaos_long
+@pytest.fixture(scope="module")
+def guest(pair: tuple[Daemon, Make]) -> Daemon:
+    """One home for all the lives that end in a round; each goes on from what the last one left on disk."""
+    host, make = pair
+    node = make("guest", program=PROGRAM)
+    node.start("--join", host.address, *loopback()).wait_listening()
+    wait_counted([host, node], 1, "the guest is counted", 3 * ROUND_S)
+    node.terminate()
+    return node
+
+
 @pytest.mark.parametrize(
-    "phases", [("training",), ("assembling",), ("exchanging",), ("exchanging", "voting", "applying")], ids="-".join
+    ("point", "after"),
+    [
+        pytest.param("step", 3, id="training"),
+        pytest.param("ready", 1, id="assembling"),
+        pytest.param("up", 1, id="exchanging, up"),
+        pytest.param("down-received", 1, id="exchanging, down"),
+        pytest.param("vote-1", 1, id="agreeing"),
+        pytest.param("vote-2", 1, id="agreeing, locked"),
+        pytest.param("committed", 1, id="applying"),
+    ],
 )
-def test_in_a_round(pair: tuple[Daemon, Make], phases: tuple[str, ...]) -> None:
+def test_in_a_round(pair: tuple[Daemon, Make], guest: Daemon, point: str, after: int) -> None:
     host, _ = pair
-    node = counted(pair, f"in-{'-'.join(phases)}")
-    wait_phase(node, *phases)
-    left_without_a_trace(node, ended(node))
-    told(host, node)
+    arm(guest, point, after)
+    guest.start("--join", host.address, *loopback())
+    left_without_a_trace(guest, ended_at(guest, point, after))
+    told(host, guest)
     before = host.wait(lambda _: True, "a look").round
     host.wait(lambda status: status.round >= before + 2, "the host goes on alone", 2 * ROUND_S)
+    accounted_for(guest)
+
+
+def test_while_it_downloads_a_state(pair: tuple[Daemon, Make]) -> None:
+    """In the middle of a snapshot: what was got is kept, and its donor is not held up."""
+    host, make = pair
+    host.wait(
+        lambda status: status.round >= FAR_BEHIND_ROUNDS, "a newcomer would not replay from the beginning", ROUND_S
+    )
+    node = make("downloading", program=PROGRAM)
+    node.home.path.mkdir()
+    arm(node, "chunk-got", 1)
+    node.start("--join", host.address, *loopback())
+    left_without_a_trace(node, ended_at(node, "chunk-got", 1))
+    told(host, node)
+    before = host.wait(lambda _: True, "a look").round
+    host.wait(lambda status: status.round >= before + 1, "the donor's rounds go on", ROUND_S)
 
 
 def test_by_the_stop_command_and_by_ctrl_c(pair: tuple[Daemon, Make]) -> None:

@@ -6,22 +6,14 @@ the electors, come back and go on where all three were. Then the first one comes
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
-from daemons import ROUND_S, Daemon, assert_agreed, daemons, wait_all, wait_counted
+from daemons import ROUND_S, Daemon, assert_agreed, daemons, trio_of, wait_all, wait_counted
 
 from node.daemon.contribution import LINEAGE_LOST
 
 pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
-
-
-def loopback() -> tuple[str, ...]:
-    """A port that stays the node's over its lives: the others look for it there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "--listen", f"/ip4/127.0.0.1/tcp/{probe.getsockname()[1]}", "--threads", "1"
 
 
 def reached(node: Daemon, round_: int) -> bool:
@@ -30,16 +22,8 @@ def reached(node: Daemon, round_: int) -> bool:
 
 def test_the_loser_of_two_lineages_follows_the_electors_and_reports_what_it_lost(tmp_path: Path) -> None:
     with daemons(tmp_path) as make:
-        nodes = [make(name) for name in "abc"]
-        a, b, c = nodes
-        ports = {node.name: loopback() for node in nodes}
-        a.start("--run", "micro", *ports["a"]).wait_listening()
-        addresses = {"a": a.address}
-        for node in (b, c):
-            node.start("--join", a.address, *ports[node.name]).wait_listening()
-            addresses[node.name] = node.address
-        # Counted twice, each of them is an elector.
-        wait_counted(nodes, 2, "all three are counted", 3 * ROUND_S)
+        trio = trio_of(make, counted=2)
+        a, b, c = nodes = trio.nodes
         first = a.status().lineage
         b.kill()
         c.kill()
@@ -51,7 +35,7 @@ def test_the_loser_of_two_lineages_follows_the_electors_and_reports_what_it_lost
         a.kill()
 
         for node, other in ((b, c), (c, b)):
-            node.start("--join", addresses[other.name], *ports[node.name])
+            trio.start_again(node, other)
         others = [b, c]
         wait_all(
             others, lambda: all(node.last is not None and node.last.round >= 2 for node in others), "both are back"
@@ -60,7 +44,7 @@ def test_the_loser_of_two_lineages_follows_the_electors_and_reports_what_it_lost
         wait_all(others, lambda: all(reached(node, goal) for node in others), "the two go on", 3 * ROUND_S)
         assert {node.status().lineage for node in others} == {first}
 
-        a.start(f"--join={addresses['b']}", f"--join={addresses['c']}", *ports["a"])
+        trio.start_again(a, b, c)
         seen: set[str] = set()
 
         def followed() -> bool:

@@ -6,13 +6,12 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from daemons import ROUND_S, Daemon, assert_agreed, daemons, wait_all, wait_counted
+from daemons import ROUND_S, Daemon, assert_agreed, daemons, trio_of, wait_all, wait_counted
 
 from scripts.soaking.accounts import read_account
 
@@ -20,13 +19,6 @@ pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
 
 ROLES = ("trainer", "engine", "daemon", "supervisor")
 LONGEST_PAUSE_S = 3.0
-
-
-def loopback() -> tuple[str, ...]:
-    """A port that stays the node's over its lives: the others look for it there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "--listen", f"/ip4/127.0.0.1/tcp/{probe.getsockname()[1]}", "--threads", "1"
 
 
 def kill(node: Daemon, role: str) -> None:
@@ -43,23 +35,15 @@ def kill(node: Daemon, role: str) -> None:
 def test_nobody_knows_the_moment_and_all_work_is_accounted_for(tmp_path: Path) -> None:
     drawn = random.Random(20)
     with daemons(tmp_path) as make:
-        nodes = [make(name) for name in "abc"]
-        a, b, c = nodes
-        ports = {node.name: loopback() for node in nodes}
-        a.start("--run", "micro", *ports["a"]).wait_listening()
-        addresses = {"a": a.address}
-        for node in (b, c):
-            node.start("--join", a.address, *ports[node.name]).wait_listening()
-            addresses[node.name] = node.address
-        wait_counted(nodes, 1, "all three are counted", 2 * ROUND_S)
+        trio = trio_of(make, counted=1)
+        nodes = trio.nodes
         events = [(node, role) for node in nodes for role in ROLES]
         drawn.shuffle(events)
         for node, role in events:
             time.sleep(drawn.uniform(0, LONGEST_PAUSE_S))
             kill(node, role)
             if role == "supervisor":
-                others = [f"--join={address}" for name, address in addresses.items() if name != node.name]
-                node.start(*others, *ports[node.name])
+                trio.start_again(node, *(one for one in nodes if one is not node))
             for one in nodes:
                 status = one.glance()
                 assert status is None or status.work.exact.missing == 0, (one.name, status.work)

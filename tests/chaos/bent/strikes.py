@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,10 +19,13 @@ from pathlib import Path
 import msgspec
 import psutil
 
+PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("program.py").resolve()))
+"""What is started as `atoll` by a test that strikes."""
+
 
 class Strike(msgspec.Struct, frozen=True, kw_only=True):
     point: str
-    """Where; see `engine` and `daemon` beside this module."""
+    """Where; see `engine`, `daemon` and `trainer` beside this module."""
     round: int | None
     """None: whatever round it is."""
     after: int = 1
