@@ -16,7 +16,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from node.errors import AtollError
 from tests.chaos.lab import Labs
 from tests.chaos.results import Result, record, result, write
 from tests.chaos.rows import Measured, Row, in_order, rows
@@ -40,9 +39,9 @@ def run_row(row: Row, labs: Labs, console: Console, *, thorough: bool) -> Result
     try:
         with labs.lab(f"row-{row.number}", shared=row.shares, say=say) as lab:
             measured = row.run(lab)
-    except (AssertionError, AtollError, OSError) as error:
-        say(f"FAILED: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}")
-        return result(row, "FAILED", passed_s(), short=not thorough, why=str(error))
+    except Exception as error:  # noqa: BLE001 - one row stops no other; Ctrl-C and SIGTERM are no Exception
+        say(f"FAILED: {type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-2:])}")
+        return result(row, "FAILED", passed_s(), short=not thorough, why=str(error) or type(error).__name__)
     say("held")
     return result(row, "held", passed_s(), short=not thorough, measured=measured)
 
@@ -119,14 +118,17 @@ def main() -> int:
     thorough = not (given.short or "ci" in given.rows)
     labs = Labs(place, thorough=thorough)
     try:
-        results = [run_row(row, labs, console, thorough=thorough) for row in in_order(wanted, thorough=thorough)]
+        results: list[Result] = []
+        for row in in_order(wanted, thorough=thorough):
+            results.append(run_row(row, labs, console, thorough=thorough))
+            # At once: a run of an hour that is ended half-way keeps what it has measured.
+            if given.json is not None:
+                write(results, given.json)
+            if given.record:
+                record(results[-1:], known)
     finally:
         labs.close()
     show(results, console)
-    if given.json is not None:
-        write(results, given.json)
-    if given.record:
-        record(results, known)
     failed = any(one.outcome == "FAILED" for one in results)
     if failed:
         console.print(f"the homes and logs are in {place}", soft_wrap=True, highlight=False)
