@@ -64,7 +64,7 @@ def status_view(status: Status, *, addresses: bool = True) -> RenderableType:
 
 def _facts(status: Status, addresses: Iterable[str]) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table.add_column(style="dim", min_width=len("lost lineage"))  # alike with and without that row
     table.add_column(overflow="fold")
     final = f" of {status.final_round}" if status.final_round else ""
     table.add_row("run", f"{status.run_name or '-'}  {short(status.run_id)}")
