@@ -89,8 +89,14 @@ class Payload:
 
     @property
     def hash(self) -> Digest:
-        mean = f"{self.mean.numerator}/{self.mean.denominator}"
-        return digest(b"payload", f"{self.part} {self.contributions} {mean}".encode())
+        return _payload_hash(self.part, self.contributions, self.mean.numerator, self.mean.denominator)
+
+
+@lru_cache(maxsize=1 << 10)
+def _payload_hash(
+    part: int, contributions: tuple[tuple[PeerId, int, int], ...], numerator: int, denominator: int
+) -> Digest:
+    return digest(b"payload", f"{part} {contributions} {numerator}/{denominator}".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +110,15 @@ class Outbox:
     @property
     def commitment(self) -> Commitment:
         """Binds the value of every part, as `parts_root` in READY."""
-        return Commitment([value_hash(value) for value in self.values])
+        return _commitment(self.values)
 
 
+@lru_cache(maxsize=1 << 10)
+def _commitment(values: tuple[int, ...]) -> Commitment:
+    return Commitment([value_hash(value) for value in values])
+
+
+@lru_cache(maxsize=1 << 12)
 def value_hash(value: int) -> Digest:
     """Stands for the hash of an encoded part."""
     return digest(b"value", str(value).encode())
