@@ -158,6 +158,7 @@ def compare(
         codec_difference_percent=percent(swarm.final, coded.losses[-1]) if coded else None,
         identical_states=not coded.different_rounds if coded else None,
         different_rounds=tuple(coded.different_rounds) if coded else (),
+        agreement_percent=report.QUICK_AGREEMENT_PERCENT if options.quick else report.AGREEMENT_PERCENT,
         gap_to_adamw_percent=percent(swarm.final, curves[WIDE].losses[-1]),
         gap_to_narrow_adamw_percent=percent(swarm.final, curves[NARROW].losses[-1]) if NARROW in curves else None,
     )

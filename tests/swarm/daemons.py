@@ -66,6 +66,19 @@ def environment() -> dict[str, str]:
     return kept | {END_WITH_VARIABLE: str(os.getpid())}
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """What is started within hears Ctrl-C, also where a shell runs the tests in its background and ignores it for them.
+
+    A program that was started so keeps ignoring it, as it should (`node.supervisor.loop`).
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def atoll(*arguments: str, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
     """The command, to its end. It counts as a failure when it does not end within `timeout_s`."""
     return subprocess.run(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.comparison.report import QUICK_AGREEMENT_PERCENT
+
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +23,7 @@ def test_the_swarm_trains_as_one_process_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "compare.json").read_text())
     assert (result["nodes"], result["rounds"], result["steps_per_round"]) == (4, 4, 30)
-    assert abs(result["difference_percent"]) <= 0.5
+    assert abs(result["difference_percent"]) <= result["agreement_percent"] == QUICK_AGREEMENT_PERCENT
     assert max(result["contributors"]) == 4
     if not result["guessed_rounds"]:
         assert result["identical_states"], f"rounds {result['different_rounds']} differ: {done.stdout}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from daemons import LEAVE_S, ROUND_S, Daemon, atoll, daemons, loopback, reasons, wait_all, wait_counted
+from daemons import LEAVE_S, ROUND_S, Daemon, atoll, daemons, interruptible, loopback, reasons, wait_all, wait_counted
 
 from node.daemon.catch_up import SNAPSHOT_COSTS_ROUNDS
 from node.supervisor import lock
@@ -207,7 +207,8 @@ def test_by_the_stop_command_and_by_ctrl_c(pair: tuple[Daemon, Make]) -> None:
     left_without_a_trace(node, seconds - 1.0)  # the command's own imports
     told(host, node)
 
-    again = joined(pair, "interrupted")
+    with interruptible():
+        again = joined(pair, "interrupted")
     again.whole_node()
     began_s = time.monotonic()
     os.killpg(again.pid, signal.SIGINT)  # as a terminal does, to the whole foreground group

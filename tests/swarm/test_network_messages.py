@@ -11,8 +11,9 @@ from network_nodes import OTHER_RUN, RUN, Node, Nodes, meshed, nodes, run, until
 from node.daemon import introductions, link, outbox
 from node.daemon.addresses import parse_peer_address
 from node.daemon.identity import Identity
+from node.daemon.link import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES
 from node.daemon.network import DuplicateIdentity, NetworkEvent, PeerConnected, PeerDisconnected, PeerRefused, Refused
-from node.daemon.streams import RequestFailed
+from node.daemon.streams import MAX_FRAME_BYTES, RequestFailed
 from node.errors import StrangerError
 
 pytestmark = [pytest.mark.slow, pytest.mark.swarm]
@@ -103,7 +104,7 @@ def test_a_message_too_large_for_a_frame_is_counted_and_ends_nothing(tmp_path: P
     async def main() -> None:
         async with nodes(tmp_path) as some:
             one, other = await two(some)
-            one.network.send(None, bytes(5 << 20))
+            one.network.send(None, bytes(MAX_FRAME_BYTES + 1))
             one.network.send(None, b"vote")
             assert (await other.network.inbox.receive())[1] == b"vote"
             assert one.network.problems()["datagrams too large to be sent"] == 1
@@ -153,7 +154,7 @@ def test_requests_are_answered_or_fail_with_a_sentence(tmp_path: Path) -> None:
                 return b""
 
             async def huge(who: str, payload: bytes) -> bytes:
-                return bytes(5_000_000)
+                return bytes(MAX_ANSWER_BYTES + 1)
 
             for handler in (twice, refuse, broken, silent, huge):
                 other.network.serve(handler.__name__, handler)
@@ -172,7 +173,7 @@ def test_requests_are_answered_or_fail_with_a_sentence(tmp_path: Path) -> None:
             with pytest.raises(RequestFailed, match=r"did not answer 'silent' within 0\.2 s"):
                 await one.network.request(peer, "silent", b"", timeout_s=0.2)
             with pytest.raises(RequestFailed, match="over the limit"):
-                await one.network.request(peer, "twice", bytes(2_000_000), timeout_s=5.0)
+                await one.network.request(peer, "twice", bytes(MAX_REQUEST_BYTES + 1), timeout_s=5.0)
             stranger = Identity.generate().peer_id
             with pytest.raises(RequestFailed, match=f"{stranger} is not connected"):
                 await one.network.request(stranger, "twice", b"", timeout_s=5.0)

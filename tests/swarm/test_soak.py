@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from daemons import PATIENCE
+from daemons import PATIENCE, interruptible
 
 pytestmark = [pytest.mark.chaos_long, pytest.mark.swarm, pytest.mark.slow]
 
@@ -75,7 +75,8 @@ def test_the_short_soak_passes(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_soak_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """With a node frozen at that moment, which can notice nothing by itself."""
     directory = tmp_path / "soak"
-    process = soak(*SHORT, "--every", "1", "--only", "freeze", "--minutes", "5", "--directory", str(directory))
+    with interruptible():
+        process = soak(*SHORT, "--every", "1", "--only", "freeze", "--minutes", "5", "--directory", str(directory))
     try:
         deadline_s = time.monotonic() + 120 * PATIENCE
         while not any_is_frozen(directory):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from daemons import interruptible
 
 from node.home import Home
 from node.memory import available_memory
@@ -245,7 +246,8 @@ def test_nobody_can_delay_the_end(home: Home, started: list[Supervised]) -> None
 
 
 def test_asking_twice_ends_at_once(home: Home, started: list[Supervised]) -> None:
-    node = Supervised(home, "stubborn")
+    with interruptible():
+        node = Supervised(home, "stubborn")
     started.append(node)
     processes = node.processes()
     node.process.send_signal(signal.SIGINT)
