@@ -76,11 +76,12 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
     table.add_row("loss", losses)
     table.add_row("tokens", f"{quantity(status.tokens_total)} by the run   {quantity(status.tokens_per_s)}/s here")
     work = status.work
-    lost = "".join(f", {quantity(tokens)} {reason}" for reason, tokens in work.discarded.items() if tokens)
+    lost = ", ".join(f"{quantity(tokens)} {reason}" for reason, tokens in work.discarded.items() if tokens)
     table.add_row(
         "work here",
         f"{quantity(work.produced_tokens)} trained = {quantity(work.counted_tokens)} counted + "
-        f"{quantity(work.carried_tokens)} carried + {quantity(work.discarded_tokens)} lost{lost}",
+        f"{quantity(work.carried_tokens)} carried + {quantity(work.discarded_tokens)} lost"
+        + (f" ({lost})" if lost else ""),
     )
     for one in status.lost_lineages:
         table.add_row(
@@ -103,9 +104,10 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
 
 
 def history_table(rounds: Iterable[HistoryRound], status: Status) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("round", "peers", "seconds", "loss", "validation", "sent", "bytes/parameter", "state"):
-        table.add_column(title, justify="left" if title == "state" else "right")
+    """Whole on a terminal of 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("round", "peers", "seconds", "loss", "validation", "sent", "bytes/\nparameter", "state"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for one in rounds:
         density = one.bytes_sent / status.parameters if status.parameters else 0.0
         table.add_row(

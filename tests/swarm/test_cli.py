@@ -95,7 +95,7 @@ def test_a_node_by_hand(home: Home, tmp_path: Path) -> None:
     assert [peer["peer_id"] for peer in peers["peers"]] == [status["peer_id"]]
     assert atoll(home, "id").stdout.split() == [status["peer_id"], *status["addresses"]]  # type: ignore[misc]
     shown = atoll(home, "status").stdout
-    assert re.search(rf"^peer id +{status['peer_id']} *$", shown, re.MULTILINE), shown
+    assert re.search(rf"^peer id       {status['peer_id']} *$", shown, re.MULTILINE), shown
 
     second = atoll(home, "daemon", "--run", "micro")
     assert (second.returncode, second.stdout) == (2, "")

@@ -13,7 +13,7 @@ from rich.console import Console
 from node.cli import show
 from node.cli.local_swarm import LocalSwarm, SwarmFailed
 from node.cli.swarm import SwarmReport, collect_rounds, report_view, summarise, swarm_table
-from node.status import HistoryRound, LastRound, MemberStatus, Status, TrainerStatus
+from node.status import HistoryRound, LastRound, LostLineage, MemberStatus, Status, TrainerStatus, WorkStatus
 
 ELEMENTS = 1000
 
@@ -152,3 +152,71 @@ def test_what_people_see(swarm: LocalSwarm) -> None:
     assert "node-1" in rendered(swarm_table([status, None], swarm))
     assert "all 2 nodes ended on the same state" in rendered(report_view(judge(swarm)))
     assert "failed: it broke" in rendered(report_view(judge(swarm, problem="it broke")))
+
+
+PEER = "12D3KooWSxPZtoku4kBoyVp2HYjKENqtr7n1PSqcVjCxseU6GLVU"
+STATE = "0123456789ab" + "0" * 52
+FACTS = ("run", "round", "members", "loss", "tokens", "work here", "trainer", "memory", "disk", "peer id")
+
+
+def in_phase(phase: str, **facts: Any) -> Status:
+    return Status(peer_id=PEER, version="0.1.0", phase=phase, reason=f"{phase}: " + "some long reason " * 6, **facts)
+
+
+AT_WORK: dict[str, Any] = {
+    "run_id": "ab" * 32,
+    "run_name": "micro",
+    "round": 102,
+    "final_round": 400,
+    "state_hash": STATE,
+    "members": 4,
+    "loss": 5.0,
+    "validation_loss": 5.25,
+    "tokens_total": 307_200_000,
+    "parameters": 44_288,
+    "history": tuple(
+        round_of(
+            number, STATE, seconds=123.4, loss=11.25, validation_loss=11.5, bytes_sent=1023 * 1024, excluded=("c", "d")
+        )
+        for number in range(103)
+    ),
+    "work": WorkStatus(
+        produced_tokens=1_234_567,
+        counted_tokens=1_200_000,
+        carried_tokens=7_680,
+        discarded_tokens=26_887,
+        discarded={"another state was taken over": 20_000, "lost with the trainer": 6_887},
+    ),
+    "trainer": TrainerStatus(attached=True, name="atoll trainer", device="cpu", step=17, budget_steps=30),
+    "resident_bytes": dict.fromkeys(("supervisor", "daemon", "engine", "trainer"), 999 << 20),
+}
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        in_phase("starting"),
+        in_phase("catching-up", run_id="ab" * 32, run_name="micro"),
+        *(in_phase(phase, **AT_WORK) for phase in ("training", "exchanging", "committing", "leaving")),
+        in_phase(
+            "training",
+            lost_lineages=(
+                LostLineage(lineage="c" * 64, followed="d" * 64, since_round=90, rounds=4, tokens=10_000, own_tokens=5),
+            ),
+            **AT_WORK,
+        ),
+        in_phase("finished", exported="/root/.atoll/exports/micro-400", **AT_WORK),
+    ],
+    ids=lambda status: status.phase,
+)
+def test_a_status_is_laid_out_alike_in_every_phase_on_a_terminal_of_80_columns(status: Status) -> None:
+    lines = rendered(show.status_view(status, addresses=False), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines), "nothing is cut short"
+    for fact in FACTS:
+        (line,) = [line for line in lines if line.startswith(f"{fact} ") and line[:12].strip() == fact]
+        assert line[12:14] == "  ", line
+        assert line[14] != " ", line
+    assert f"peer id       {PEER}" in [line.rstrip() for line in lines]
+    shown = [line for line in lines if line.rstrip().endswith(STATE[:12]) and not line.startswith("round ")]
+    assert len(shown) == (show.SHOWN_ROUNDS if status.history else 0)

@@ -186,18 +186,18 @@ def test_floods_and_clients_that_never_read_are_ended(tmp_path: Path, monkeypatc
 
     async def client(_: Source, bound: str) -> None:
         host, port = bound.rsplit(":", 1)
+        opened_s = trio.current_time()
         streams = [await trio.open_tcp_stream(host, int(port)) for _ in range(3 * http.MAX_CONNECTIONS)]
         try:
             await never_read(streams[: http.MAX_CONNECTIONS // 2])
-            started_s = trio.current_time()
             ends = [await end_of(stream) for stream in reversed(streams)]
         finally:
             for stream in streams:
                 await stream.aclose()
-        # Beyond the cap they were closed at once; the others lived for CONNECTION_S, whatever they did.
-        at_once = sum(1 for end_s in ends if end_s - started_s < 1.5)
+        # Beyond the cap they were closed at once. The others lived for CONNECTION_S, whatever they did, and not much
+        # longer, or `run_server` gives up: none can have ended sooner after `opened_s`, however slow this machine is.
+        at_once = sum(1 for end_s in ends if end_s - opened_s < http.CONNECTION_S)
         assert at_once == 2 * http.MAX_CONNECTIONS
-        assert max(ends) - started_s < 6.0
         async with over_tcp(bound) as public:
             assert (await public.get("/health")).status_code == 200
 
