@@ -19,6 +19,7 @@ class Announcer:
         self.outbox = standing.outbox
         self.me = standing.me
         self._incarnation = incarnation
+        self._beat: Signed[Heartbeat] | None = None
         self._heartbeat_s = self._join_s = self._leave_s = self.outbox.now_s
 
     def at_once(self) -> None:
@@ -32,8 +33,12 @@ class Announcer:
             self.outbox.broadcast(self.heartbeat(state, attempt))
 
     def heartbeat(self, state: ChainState, attempt: int) -> Signed[Heartbeat]:
+        """What there is to say now; signed anew only when that has changed."""
         able = self.standing.able and (self.standing.voting or chain.member(state, self.me) is None)
-        return self.outbox.sign(Heartbeat(base=state.base, attempt=attempt, able=able, incarnation=self._incarnation))
+        beat = Heartbeat(base=state.base, attempt=attempt, able=able, incarnation=self._incarnation)
+        if self._beat is None or self._beat.message != beat:
+            self._beat = self.outbox.sign(beat)
+        return self._beat
 
     def leave(self, state: ChainState) -> None:
         if not self.standing.leaving or chain.member(state, self.me) is None:

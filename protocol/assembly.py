@@ -87,6 +87,7 @@ class Assembly:
         self._contributors: set[PeerId] = set()
         self._electors = frozenset(state.electors)
         self.received_s: dict[PeerId, float] = {}
+        """When each one's first READY came, in that order."""
         self.joins: dict[PeerId, Signed[Join]] = {}
         self.first_ready_s: float | None = None
         self.quorum_since_s: float | None = None
@@ -115,7 +116,7 @@ class Assembly:
 
     def others_first_s(self, me: PeerId) -> float | None:
         """When the first READY of somebody else came."""
-        return min((at_s for peer, at_s in self.received_s.items() if peer != me), default=None)
+        return next((at_s for peer, at_s in self.received_s.items() if peer != me), None)
 
     def add_join(self, signed: Signed[Join]) -> None:
         if signed.sender in self.joins or len(self.joins) < JOINS_KEPT:

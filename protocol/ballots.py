@@ -76,10 +76,10 @@ class Ballots:
                     and heard.base == record.base
                 }
             )
-        seen = dict(seen)
         for candidate in record.candidates.values():
             leader, attempt = candidate.signed.sender, candidate.roster.attempt
-            seen[leader] = max(attempt, seen.get(leader, -1))
+            if attempt > max(record.attempt, seen.get(leader, -1)):
+                seen = {**seen, leader: attempt}
         later = record.agreement.later_attempt(record.attempt, seen)
         return later is not None and self._enter(later)
 
@@ -124,7 +124,7 @@ class Ballots:
 
     def next_attempt(self) -> bool:
         record = self.record
-        if len(record.agreement.cast(record.attempt, 2)) < record.quorum:
+        if record.agreement.cast(record.attempt, 2) < record.quorum:
             return False
         if self.second_votes_s is None:
             self.second_votes_s = record.outbox.now_s
@@ -139,7 +139,7 @@ class Ballots:
             record.elector
             and record.standing.voting
             and (record.attempt, phase) not in record.my_votes
-            and record.attempt_voted() <= record.attempt
+            and record.attempt_voted <= record.attempt
         )
 
     def _cast(
@@ -156,7 +156,7 @@ class Ballots:
             left_out=left_out[:MAX_LEFT_OUT],
         )
         signed = record.outbox.sign(vote)
-        record.my_votes[attempt, phase] = signed
+        record.keep_vote(signed)
         record.agreement.add(signed)
         record.standing.persist()
         record.outbox.broadcast(signed)
@@ -227,7 +227,7 @@ class Ballots:
                 return self._cast(2, decision)
         elif record.agreement.undecidable(record.attempt, 1) and record.agreement.nils(record.attempt, 1):
             return self._give_up_second()
-        if len(record.agreement.cast(record.attempt, 1)) < record.quorum:
+        if record.agreement.cast(record.attempt, 1) < record.quorum:
             return False
         if self.first_votes_s is None:
             self.first_votes_s = record.outbox.now_s

@@ -290,7 +290,8 @@ class Docket:
 
     def advance(self) -> None:
         """Ask for the next claim's recomputation, one at a time."""
-        self._expire()
+        if self._convicted:
+            self._expire()
         if any(claim.asked for claim in self._claims.values()):
             return
         for claim in self._claims.values():

@@ -46,7 +46,8 @@ class Outbox:
         """Whether `at_s` has come; if not, the machine wakes then."""
         if self.now_s >= at_s:
             return True
-        self.wakeup_s = min(self.wakeup_s, at_s)
+        if at_s < self.wakeup_s:
+            self.wakeup_s = at_s
         return False
 
     def take(self) -> list[Effect]:

@@ -193,6 +193,8 @@ class PeerMachine:
 
     def _start_round(self, state: ChainState, promised: Journal, fence: int) -> None:
         self.state = state
+        self.final = self._is_final(state)
+        """Whether the run ends with the state that I hold."""
         self.docket.begin(state)
         if chain.member(state, self.me) is None:
             # Whoever is out of M has no vote to give twice; what comes later is a new membership.
@@ -280,7 +282,7 @@ class PeerMachine:
         self.announcer.beat(self.state, self.round.attempt)
         self.announcer.leave(self.state)
         # JOIN counts at the tip and one round behind it. That others claim a later round hinders nobody.
-        if self.wants_membership and not self.final:
+        if self.wants_membership and not self.final and not self.round.member:
             self.announcer.join(self.state)
         if not self.final:
             self.follower.follow(self.round)
@@ -289,12 +291,10 @@ class PeerMachine:
             # Silence begins after the timeout, not at it.
             self.outbox.due(silence_s + 1e-3)
 
-    @property
-    def final(self) -> bool:
-        """Whether the run ends with the state that I hold."""
+    def _is_final(self, state: ChainState) -> bool:
         rounds, tokens = self.rules.final_round, self.rules.final_tokens
-        return (rounds is not None and self.state.base.round >= rounds) or (
-            tokens is not None and self.state.tokens_total >= tokens
+        return (rounds is not None and state.base.round >= rounds) or (
+            tokens is not None and state.tokens_total >= tokens
         )
 
     def _finish(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,10 @@ ASSUMED_RATE_BYTES_S = 2.5e6
 
 DURATION_MARGIN = 2.0
 """A roster gives this many times the transfer time that it predicts."""
+
+PLANS_KEPT = 16
+"""Plans whose deal and bytes are remembered: making, checking and learning from a roster asks for the same again. The
+largest plan takes a megabyte."""
 
 
 class Tree:
@@ -148,7 +153,11 @@ def deal(base_digest: Digest, part_count: int, plan: Plan) -> tuple[int, ...]:
 
     A new base deals anew, so no part meets the same root for ever.
     """
-    shares = [shard.share for shard in plan.shards]
+    return _deal(base_digest, part_count, tuple(shard.share for shard in plan.shards))
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _deal(base_digest: Digest, part_count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     whole = sum(shares)
     counts = [part_count * share // whole for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda shard: (-(part_count * shares[shard] % whole), shard))
@@ -164,6 +173,20 @@ def deal(base_digest: Digest, part_count: int, plan: Plan) -> tuple[int, ...]:
 
 def bytes_of(plan: Plan, contributing: int, dealt: Sequence[int], rules: Rules) -> tuple[Traffic, ...]:
     """Payload bytes of each READY [n] when all turn up, both legs together."""
+    return _load(plan, contributing, tuple(dealt), rules).traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What a plan asks of its READYs."""
+
+    traffic: tuple[Traffic, ...]
+    """[n]"""
+    levels: int
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _load(plan: Plan, contributing: int, dealt: tuple[int, ...], rules: Rules) -> _Load:
     counts = np.bincount(np.asarray(dealt, np.int64), minlength=len(plan.shards))
     encoded, summed = (
         _bytes_of_shards(codec(name), counts, dealt[-1], rules) for name in (rules.codec, rules.sum_codec)
@@ -175,7 +198,8 @@ def bytes_of(plan: Plan, contributing: int, dealt: Sequence[int], rules: Rules) 
     up = np.where(edges.height[edges.shard, edges.child] > 0, summed[edges.shard], encoded[edges.shard])[edges.is_slot]
     np.add.at(sent, edges.child[edges.is_slot], up)
     np.add.at(received, edges.parent[edges.is_slot], up)
-    return tuple(Traffic(sent=out, received=into) for out, into in zip(sent.tolist(), received.tolist(), strict=True))
+    traffic = zip(sent.tolist(), received.tolist(), strict=True)
+    return _Load(traffic=tuple(Traffic(sent=out, received=into) for out, into in traffic), levels=edges.levels)
 
 
 def _bytes_of_shards(one: Codec, counts: npt.NDArray[np.int64], last: int, rules: Rules) -> npt.NDArray[np.int64]:
@@ -204,6 +228,10 @@ class _Edges:
         for _ in range(MAX_DEPTH):
             np.maximum.at(self.height, (shard, parent), self.height[shard, child] + 1)
 
+    @property
+    def levels(self) -> int:
+        return int(self.height.max())
+
 
 def over_limits(roster: Roster, plan: Plan, contributing: int, rules: Rules) -> dict[int, str]:
     """READYs that would move more bytes than their limits allow, ascending, and how many.
@@ -231,7 +259,7 @@ def over_limits(roster: Roster, plan: Plan, contributing: int, rules: Rules) -> 
 
 def level_count(plan: Plan, contributing: int) -> int:
     """Levels at which sums are made: 0 for a READY alone, 1 for a flat plan, up to `MAX_DEPTH`."""
-    return int(_Edges(plan, contributing).height.max())
+    return _Edges(plan, contributing).levels
 
 
 def level_durations(
@@ -250,16 +278,16 @@ def level_durations(
     round trip among them. Parts follow one another up the levels and down again, so the links' time is spent once, and
     each level adds one step.
     """
-    traffic = bytes_of(plan, contributing, dealt, rules)
+    load = _load(plan, contributing, tuple(dealt), rules)
     if rates is None:
-        rates = [(ASSUMED_RATE_BYTES_S, ASSUMED_RATE_BYTES_S)] * len(traffic)
+        rates = [(ASSUMED_RATE_BYTES_S, ASSUMED_RATE_BYTES_S)] * len(load.traffic)
     transfer_s = max(
         max(one.sent / max(up, 1.0), one.received / max(down, 1.0))
-        for one, (up, down) in zip(traffic, rates, strict=True)
+        for one, (up, down) in zip(load.traffic, rates, strict=True)
     )
     first = min(max(rules.level_min_s, DURATION_MARGIN * transfer_s + 3 * latency_s), rules.level_max_s)
     step = min(max(rules.level_min_s, 2 * latency_s), rules.level_max_s)
-    wanted = (first + level * step for level in range(level_count(plan, contributing) + 1))
+    wanted = (first + level * step for level in range(load.levels + 1))
     return tuple(max(pair) for pair in zip(wanted, least_durations(plan, contributing, dealt, rules), strict=True))
 
 
@@ -274,10 +302,10 @@ def stretched(durations_s: Sequence[float], stretch: float, rules: Rules) -> tup
 
 def least_durations(plan: Plan, contributing: int, dealt: Sequence[int], rules: Rules) -> tuple[float, ...]:
     """What a roster must give at least: `level_min_s` a level, and the time that the bytes take at the fastest rate."""
-    traffic = bytes_of(plan, contributing, dealt, rules)
-    transfer_s = max(max(one.sent, one.received) for one in traffic) / FASTEST_RATE_BYTES_S
+    load = _load(plan, contributing, tuple(dealt), rules)
+    transfer_s = max(max(one.sent, one.received) for one in load.traffic) / FASTEST_RATE_BYTES_S
     first = max(rules.level_min_s, transfer_s)
-    return tuple(first + level * rules.level_min_s for level in range(level_count(plan, contributing) + 1))
+    return tuple(first + level * rules.level_min_s for level in range(load.levels + 1))
 
 
 def check_plan(roster: Roster, rules: Rules) -> str | None:

@@ -47,6 +47,9 @@ class Record:
         self.attempt = journal.attempt
         self.my_ready: Signed[Ready] | None = None
         self.my_votes: dict[tuple[int, int], Signed[Vote]] = {}
+        """(attempt, phase) → my vote; `keep_vote` alone changes it."""
+        self.attempt_voted = -1
+        """The newest attempt that I have voted in; -1: none."""
         self.asked_until_s: float | None = None
         """Until when the trainer has been given time for its contribution."""
         self.hurried = False
@@ -92,14 +95,14 @@ class Record:
         lock = self.agreement.lock
         # Counted from where a later life starts, which may be before the attempt that this one is in: a vote that is
         # forgotten could be cast again.
-        oldest = self.attempt_voted() - ATTEMPTS_KEPT
+        oldest = self.attempt_voted - ATTEMPTS_KEPT
         kept = [(key, vote) for key, vote in sorted(self.my_votes.items()) if key[0] > oldest]
         return Journal(
             run=self.base.run,
             lineage=self.base.lineage,
             round=self.base.round,
             base=self.base_digest,
-            attempt=max([self.attempt_voted(), 0]),
+            attempt=max(self.attempt_voted, 0),
             touched_attempt=self.touched,
             ready=b"" if self.my_ready is None else wire.encode(self.my_ready),
             votes=tuple(OwnVote(attempt=key[0], phase=key[1], envelope=wire.encode(vote)) for key, vote in kept),
@@ -107,8 +110,10 @@ class Record:
             valid=valid,
         )
 
-    def attempt_voted(self) -> int:
-        return max((attempt for attempt, _ in self.my_votes), default=-1)
+    def keep_vote(self, signed: Signed[Vote]) -> None:
+        vote = signed.message
+        self.my_votes[vote.attempt, vote.phase] = signed
+        self.attempt_voted = max(self.attempt_voted, vote.attempt)
 
     def _restore(self, journal: Journal) -> None:
         if journal.base != self.base_digest:
@@ -119,7 +124,7 @@ class Record:
             self.assembly.add_ready(self.my_ready, self.outbox.now_s)
         for own in journal.votes:
             signed = wire.decode(own.envelope)
-            self.my_votes[own.attempt, own.phase] = signed
+            self.keep_vote(signed)
             self.agreement.add(signed)
         if journal.lock is not None:
             self.agreement.lock = Lock(attempt=journal.lock.attempt, decision=journal.lock.decision)

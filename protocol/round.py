@@ -408,7 +408,7 @@ class Round(Record):
                 continue
             if heard.base == self.base and heard.attempt < self.attempt:
                 self.ballots.close_behind(heard.attempt)
-            newest = max(self.my_votes, default=(0, 0))[0]
+            newest = max(self.attempt_voted, 0)
             for (attempt, _), vote in sorted(self.my_votes.items()):
                 if attempt >= min(newest, heard.attempt):
                     self.outbox.send(peer, vote)

@@ -39,6 +39,8 @@ class Agreement:
         self.quorum = quorum
         self.lock: Lock | None = None
         self._votes: dict[tuple[int, int], dict[PeerId, Signed[Vote]]] = {}
+        self._counts: dict[tuple[int, int], dict[Digest, int]] = {}
+        """(attempt, phase) → value → votes for it."""
         self._highest: dict[PeerId, int] = {}
         self._attempts_of: dict[PeerId, set[int]] = {}
         self._newest = -1
@@ -64,9 +66,7 @@ class Agreement:
                     return None
                 attempts.discard(oldest)
                 for phase in PHASES:
-                    self._votes.get((oldest, phase), {}).pop(sender, None)
-                    if not self._votes.get((oldest, phase)):
-                        self._votes.pop((oldest, phase), None)
+                    self._forget(sender, oldest, phase)
             attempts.add(vote.attempt)
         cast = self._votes.setdefault((vote.attempt, vote.phase), {})
         known = cast.get(sender)
@@ -75,49 +75,59 @@ class Agreement:
                 return f"voted twice in phase {vote.phase} of attempt {vote.attempt}"
             return None
         cast[sender] = signed
+        counts = self._counts.setdefault((vote.attempt, vote.phase), {})
+        counts[vote.value] = counts.get(vote.value, 0) + 1
         self._highest[sender] = max(self._highest.get(sender, -1), vote.attempt)
         self._newest = max(self._newest, vote.attempt)
         return None
 
-    def of(self, sender: PeerId, attempt: int, phase: int) -> Signed[Vote] | None:
-        return self._votes.get((attempt, phase), {}).get(sender)
+    def _forget(self, sender: PeerId, attempt: int, phase: int) -> None:
+        cast = self._votes.get((attempt, phase), {})
+        forgotten = cast.pop(sender, None)
+        if forgotten is not None:
+            self._counts[attempt, phase][forgotten.message.value] -= 1
+        if not cast:
+            self._votes.pop((attempt, phase), None)
+            self._counts.pop((attempt, phase), None)
 
-    def cast(self, attempt: int, phase: int) -> list[Signed[Vote]]:
-        return list(self._votes.get((attempt, phase), {}).values())
+    def of(self, sender: PeerId, attempt: int, phase: int) -> Signed[Vote] | None:
+        cast = self._votes.get((attempt, phase))
+        return None if cast is None else cast.get(sender)
+
+    def cast(self, attempt: int, phase: int) -> int:
+        """How many have voted."""
+        cast = self._votes.get((attempt, phase))
+        return 0 if cast is None else len(cast)
 
     def nils(self, attempt: int, phase: int) -> int:
-        return sum(signed.message.value == NIL for signed in self.cast(attempt, phase))
+        """How many of them for NIL."""
+        counts = self._counts.get((attempt, phase))
+        return 0 if counts is None else counts.get(NIL, 0)
 
     # ------------------------------------------------------------ certificates
 
     def certificate(self, attempt: int, phase: int) -> tuple[Digest, Certificate] | None:
         """The decision that a quorum voted for, with exactly a quorum of its votes in the order of peer ids."""
-        by_value: dict[Digest, list[Signed[Vote]]] = {}
-        for signed in self._votes.get((attempt, phase), {}).values():
-            by_value.setdefault(signed.message.value, []).append(signed)
-        for value, votes in by_value.items():
-            if value != NIL and len(votes) >= self.quorum:
+        for value, count in self._counts.get((attempt, phase), {}).items():
+            if count >= self.quorum and value != NIL:
+                votes = [one for one in self._votes[attempt, phase].values() if one.message.value == value]
                 chosen = sorted(votes, key=lambda signed: signed.sender)[: self.quorum]
                 return value, Certificate(votes=tuple(chosen))
         return None
 
     def commit_certificates(self) -> list[tuple[int, Digest, Certificate]]:
         """Every CC among the votes: more than one decision here is the alarm of section 5."""
-        found = []
-        for attempt, phase in sorted(self._votes):
-            if phase == 2 and (made := self.certificate(attempt, 2)) is not None:
-                found.append((attempt, *made))
-        return found
+        decided = [key for key, cast in self._votes.items() if key[1] == 2 and len(cast) >= self.quorum]
+        made = ((attempt, self.certificate(attempt, 2)) for attempt, _ in sorted(decided))
+        return [(attempt, *found) for attempt, found in made if found is not None]
 
     def undecidable(self, attempt: int, phase: int) -> bool:
         """No decision can reach a quorum any more, whatever the electors not heard from vote."""
-        votes = self.cast(attempt, phase)
-        counts: dict[Digest, int] = {}
-        for signed in votes:
-            if signed.message.value != NIL:
-                counts[signed.message.value] = counts.get(signed.message.value, 0) + 1
-        missing = len(self.electors) - len(votes)
-        return max(counts.values(), default=0) + missing < self.quorum
+        missing = len(self.electors) - self.cast(attempt, phase)
+        if missing >= self.quorum:
+            return False
+        counts = self._counts.get((attempt, phase), {})
+        return max((count for value, count in counts.items() if value != NIL), default=0) + missing < self.quorum
 
     def later_attempt(self, attempt: int, seen: Mapping[PeerId, int] = NOTHING_SEEN) -> int | None:
         """The highest attempt after `attempt` that more than `n - q` electors have entered.

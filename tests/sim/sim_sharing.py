@@ -45,7 +45,6 @@ def shared_work() -> Iterator[None]:
     share(wire, "decode", lru_cache(maxsize=ANSWERS_KEPT))
     # Rosters
     share(planning, "trees", lru_cache(maxsize=256))
-    share(planning, "deal", lru_cache(maxsize=256))
     share(planning, "contributing_of", _kept_of_the_roster)
     share(validity, "check_roster", _kept_check)
     # Commits
