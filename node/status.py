@@ -50,6 +50,8 @@ class HistoryRound(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
     tokens_total: int = 0
     """Tokens counted by the run up to and with this round."""
+    committed_unix_s: float = 0.0
+    """When this node had applied the commit, by this machine's clock."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from functools import partial
 import trio
 
 from node.daemon import rpc
-from node.daemon.engine_client import EngineClient
+from node.daemon.engine_client import EngineClient, EngineGone
 from node.daemon.network import Network
 from node.daemon.store import Store
 from node.engine import api
@@ -63,5 +63,8 @@ class Answers:
         if self.engine is None:
             raise AtollError("the engine of this node is not running; try again in a moment")
         token = secrets.token_bytes(rpc.TOKEN_BYTES)
-        await self.engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+        try:
+            await self.engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+        except EngineGone as error:
+            raise AtollError("the engine of this node has just ended; try again in a moment") from error
         return token

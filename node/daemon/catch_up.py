@@ -32,6 +32,9 @@ from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.rules import Rules
 
 TIP_TIMEOUT_S = 5.0
+TIP_GRACE_S = 0.5
+"""When half of the peers have said where they are, the others get as long again, and no less than this: who is cut off
+or frozen holds nobody else's return up for the whole timeout."""
 CHAIN_TIMEOUT_S = 30.0
 PARTS_TIMEOUT_S = 60.0
 SNAPSHOT_TIMEOUT_S = 3600.0
@@ -133,7 +136,7 @@ class CatchUp:
         there_s = nearer_s = trio.current_time()
         nearest = self._held
         while True:
-            tips = await self._ask_tips()
+            tips = await self._ask_tips(lineage)
             self._measure(tips)
             name, now_s = self._store.state.base.lineage, trio.current_time()
             # Other losers follow the same chain, and lack what is missing here.
@@ -145,6 +148,7 @@ class CatchUp:
                 raise WinnerGone(f"nobody who has the state of lineage {name.hex()[:8]} is connected any more")
             if now_s > nearer_s + max(STUCK_S, self._rules.fork_timeout_s):
                 raise WinnerGone(f"nobody of lineage {name.hex()[:8]} has given its state for {now_s - nearer_s:.0f} s")
+            before = self._store.state.base, self._held
             try:
                 for tip in self._worth_following(tips, lineage):
                     won = tip.tip.lineage == lineage != self._store.state.base.lineage
@@ -159,9 +163,11 @@ class CatchUp:
                 self._say(str(error))
                 await trio.sleep(RETRY_S)
                 continue
-            again = await self._ask_tips()
-            self._measure(again)
             base = self._store.state.base
+            if (base, self._held) == before:
+                return self._store.state  # at once: all that was said of the run is as fresh as it was
+            again = await self._ask_tips(lineage)
+            self._measure(again)
             if not any(tip.tip.round > base.round + 1 for tip in self._worth_following(again, lineage)):
                 return self._store.state
 
@@ -207,20 +213,37 @@ class CatchUp:
 
     # ------------------------------------------------------------ tips and chain
 
-    async def _ask_tips(self) -> list[PeerTip]:
-        """What the connected peers say of themselves; those that do not answer in time are left out."""
+    async def _ask_tips(self, lineage: Digest | None) -> list[PeerTip]:
+        """What the connected peers say of themselves; those that do not answer in time are left out.
+
+        Half of them are enough to go by, if one of those is on `lineage` (the one that won; None: any).
+        """
         tips: list[PeerTip] = []
+        peers = list(self._network.peers)
+        enough, all_asked = trio.Event(), trio.CancelScope()
+        began_s = trio.current_time()
 
         async def ask(peer: PeerId) -> None:
             try:
                 answer = await self._network.request(peer, rpc.TIP, rpc.encode(rpc.Empty()), timeout_s=TIP_TIMEOUT_S)
                 tips.append(PeerTip(peer=peer, tip=rpc.decode(answer, rpc.Tip)))
+                if 2 * len(tips) >= len(peers) and (lineage is None or any(one.tip.lineage == lineage for one in tips)):
+                    enough.set()
             except (RequestFailed, StrangerError) as error:
                 log.debug("a peer's tip cannot be had", peer=peer, why=str(error))
 
-        async with trio.open_nursery() as nursery:
-            for peer in list(self._network.peers):
-                nursery.start_soon(ask, peer)
+        async def wait_no_longer() -> None:
+            await enough.wait()
+            await trio.sleep(max(TIP_GRACE_S, trio.current_time() - began_s))
+            nursery.cancel_scope.cancel()
+
+        with all_asked:
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(wait_no_longer)
+                async with trio.open_nursery() as nursery:
+                    for peer in peers:
+                        nursery.start_soon(ask, peer)
+                all_asked.cancel()
         return tips
 
     async def _extend_chain(self, tip: PeerTip, *, may_leave: bool) -> Followed:
@@ -409,7 +432,7 @@ class CatchUp:
             except StoreError as error:
                 raise StateUnavailable(str(error)) from error
             if self._pace.due(PACE_EVERY_S):
-                self._measure(await self._ask_tips())
+                self._measure(await self._ask_tips(None))
                 if self._pace.too_slow and self._held.round > first:
                     return  # to see whether a snapshot is nearer by now
             self._say(f"replaying round {number} of {target}")

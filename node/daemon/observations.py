@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,7 @@ class Observations:
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,
             tokens_total=after.tokens_total,
+            committed_unix_s=time.time(),
         )
         self.history.append(line)
         self.rounds_seen += 1

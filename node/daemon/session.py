@@ -89,6 +89,7 @@ class RunSession:
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
         self._engine_was_open = False
+        self._looked_for_others = False
         self._chain_is_whole = False
         """Every record of the log was read, and is good."""
         self._left_state: ChainState | None = None
@@ -194,7 +195,7 @@ class RunSession:
                 await self._open_engine(engine, handle)
                 nursery.start_soon(self._feed.pump, engine)
                 nursery.start_soon(self._feed.keep_peers, engine)
-                nursery.start_soon(self._watch_supervisor)
+                nursery.start_soon(self._watch_supervisor, handle.life)
                 nursery.start_soon(self._watch_inventory, engine)
                 nursery.start_soon(self._mend_chain)
                 await self._obtain_artifacts(engine)
@@ -280,9 +281,10 @@ class RunSession:
             await mend_chain(self.store, self._network, self._observations)
             self._chain_is_whole = True
 
-    async def _watch_supervisor(self) -> None:
+    async def _watch_supervisor(self, life: int) -> None:
+        """`life`: of the engine that this session is connected to; its own start may be news that is still unread."""
         async for event in self._supervisor.events:
-            if isinstance(event, EngineRestarted):
+            if isinstance(event, EngineRestarted) and event.life > life:
                 raise EngineGone("the engine was started again")
             if isinstance(event, TrainerExited):
                 self.trainer_exit = _exit_sentence(event)
@@ -361,7 +363,9 @@ class RunSession:
             observations=self._observations,
         )
         held = None if fresh else await self._resumed(engine)
-        await look_for(self.store.state, self._network, self._observations, self.manifest.limits.fork_timeout_s)
+        if not self._looked_for_others:  # the next engine finds this daemon among those whom it knows
+            await look_for(self.store.state, self._network, self._observations, self.manifest.limits.fork_timeout_s)
+            self._looked_for_others = True
         if self.store.left is not None and self.store.left.resuming:
             await self._resume_left()
             held = None

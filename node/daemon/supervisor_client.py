@@ -37,6 +37,8 @@ class EngineHandle:
     """Opened for reading only: for the trainer."""
     fresh: bool
     """The vectors were allocated by this call: they are zero and hold no state."""
+    life: int
+    """Which of the supervisor's engine processes it connects to, counted from 1."""
 
     def close(self) -> None:
         self.socket.close()
@@ -47,6 +49,9 @@ class EngineHandle:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRestarted:
     """The engine died and runs again: ask `start_engine` for a connection to the new one."""
+
+    life: int
+    """Of the new one. An `EngineHandle` of that life connects to it already: the news is older than the handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class SupervisorClient:
     def _on_event(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(trio.WouldBlock):
             if message["event"] == "engine_restarted":
-                self._events.send_nowait(EngineRestarted())
+                self._events.send_nowait(EngineRestarted(life=message["life"]))
             elif message["event"] == "trainer_exited":
                 exited = TrainerExited(
                     code=message["code"],
@@ -130,6 +135,7 @@ class SupervisorClient:
             delta_fd=delta,
             theta_read_fd=theta_read,
             fresh=bool(answer["fresh"]),
+            life=int(answer["life"]),
         )
 
     async def start_trainer(self) -> None:

@@ -158,7 +158,7 @@ class Supervisor:
             if self._port.has_waiting_connection:
                 self._connect_engine()
             elif child.starts > 1:
-                self._tell_daemon({"event": "engine_restarted"})
+                self._tell_daemon({"event": "engine_restarted", "life": child.starts})
 
     def _watch_output(self, child: Child) -> None:
         assert child.process is not None
@@ -314,7 +314,8 @@ class Supervisor:
             self._connect_engine()
         elif self._engine.restart_at_s is None:
             self._start(self._engine)
-        return {"ok": True, "fresh": fresh}, descriptors
+        life = self._engine.starts if self._engine.running else self._engine.starts + 1
+        return {"ok": True, "fresh": fresh, "life": life}, descriptors
 
     def _connect_engine(self) -> None:
         assert self._engine.link is not None

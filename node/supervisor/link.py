@@ -4,16 +4,18 @@ Requests of the daemon and their answers are JSON, one per datagram of a SOCK_SE
 beside an answer. Events come unasked:
 
     {"op": "start_engine", "bytes": {"theta": N, "momentum": N, "delta": N}}
-        → {"ok": true, "fresh": bool} + [engine socket, theta, momentum, delta, theta read-only]
+        → {"ok": true, "fresh": bool, "life": N} + [engine socket, theta, momentum, delta, theta read-only]
     {"op": "start_trainer"} | {"op": "stop_trainer"}             → {"ok": true}
     {"op": "listening", "addresses": [...], "http": "…"}         → {"ok": true}
     {"op": "processes"}             → {"ok": true, "pids": {role: pid}, "resident_bytes": {role: bytes},
                                        "crashes": {role: times in a row}}
     {"op": "fatal", "error": "one sentence"}                     → {"ok": true}; the daemon then exits with status 2
     any of them, refused                                         → {"ok": false, "error": "one sentence"}
-    {"event": "engine_restarted"}
+    {"event": "engine_restarted", "life": N}
     {"event": "trainer_exited", "code": N, "reason": "…", "restart_in_s": seconds or null,
      "crashes": times in a row}
+
+`life` counts the engine's processes from 1: a connection is one to that process, started by then or about to be.
 
 The engine gets, over a stream pair, one line of JSON, `{"op": "daemon"}`, and with it one descriptor: its end of a new
 connection to a daemon. Both find their end of their pair in `ATOLL_SUPERVISOR_FD`.

@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 Vector: TypeAlias = npt.NDArray[np.float32]
 
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 5.0
-"""Pauses between attempts to reconnect double from the first to the longest."""
+LONGEST_PAUSE_S = 1.0
+"""Pauses between attempts to reconnect double from the first to the longest: a daemon that is back is found before it
+has caught up, and an attempt is one call to the kernel."""
 SILENCE_S = 60.0
 """A daemon that said nothing for this long is taken for dead; it repeats `Waiting` every few seconds while it lives."""
 SEND_TIMEOUT_S = 10.0
@@ -299,7 +300,7 @@ class DaemonLink:
 
     def _put(self, mail: Mail) -> None:
         with self._arrived:
-            if isinstance(mail, wire.Waiting) and self._inbox and isinstance(self._inbox[-1], wire.Waiting):
+            if isinstance(mail, wire.Waiting | Lost) and self._inbox and isinstance(self._inbox[-1], type(mail)):
                 self._inbox.pop()  # a program that does not look for a while must not find thousands of these
             self._inbox.append(mail)
             self._arrived.notify_all()

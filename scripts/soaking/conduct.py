@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import psutil
@@ -15,7 +15,7 @@ from node.cli.local_swarm import LocalNode
 from scripts.soaking.accounts import Account, read_account
 from scripts.soaking.schedule import ROLES, Happening, Kind
 from scripts.soaking.swarm import SoakSwarm
-from scripts.soaking.watch import Watch
+from scripts.soaking.watch import SeenRound, Watch
 
 TURN_S = 0.1
 LEAVES_WITHIN_S = 10.0
@@ -33,8 +33,6 @@ class Struck:
     at_s: float
     ended_s: float | None = None
     """When the node could go on: it was started, continued, or plugged in again."""
-    round: int = -1
-    """The newest committed one at that time."""
     missed: bool = False
     """There was nothing to strike."""
     overtaken: bool = False
@@ -42,7 +40,7 @@ class Struck:
     for_good: bool = False
     """The node left and does not come back."""
     recovered_s: float | None = None
-    """Of the soak's clock: counted in a round that began after `ended_s`."""
+    """Of the soak's clock: counted in a round that began after `ended_s` (`counted_again_s`)."""
 
     @property
     def took_s(self) -> float | None:
@@ -52,6 +50,23 @@ class Struck:
     def until_s(self) -> float:
         """While it may explain that the node is not counted."""
         return math.inf if self.recovered_s is None else self.recovered_s
+
+
+def counted_again_s(
+    rounds: Mapping[tuple[str, int], SeenRound], lineage: str, peer: str, since_s: float
+) -> float | None:
+    """When `lineage` first counted work of `peer` that was begun after `since_s`, on the soak's clock.
+
+    The round that was under way then may still count what the peer had promised before: only later ones tell. Rounds
+    that a node commits alone, on a lineage of its own, tell nothing.
+    """
+    of_main = {number: seen for (of, number), seen in rounds.items() if of == lineage}
+    before = [number for number, seen in of_main.items() if seen.first_s <= since_s]
+    if not before:  # this lineage is younger
+        before = [number for (_, number), seen in rounds.items() if seen.first_s <= since_s]
+    under_way = max(before, default=-1) + 1
+    counted = [seen.first_s for number, seen in of_main.items() if number > under_way and peer in seen.contributors]
+    return min(counted, default=None)
 
 
 @dataclass(kw_only=True)
@@ -132,7 +147,7 @@ class Conductor:
         return struck
 
     def _over(self, struck: Struck) -> None:
-        struck.ended_s, struck.round = self.watch.now_s, self.watch.newest_round
+        struck.ended_s = self.watch.now_s
 
     def _thaw(self, index: int, stopped: list[psutil.Process], struck: Struck) -> None:
         self.swarm.thaw(stopped)
@@ -192,17 +207,12 @@ class Conductor:
     # ------------------------------------------------------------ noticing
 
     def _notice_recoveries(self) -> None:
-        """The round in progress may still count what a node had promised before: only later ones tell."""
+        main = self.watch.main_lineage
         for struck in list(self._open):
-            if struck.ended_s is None or struck.for_good:
+            if struck.ended_s is None or struck.for_good or main is None:
                 continue
-            counted = [
-                seen.first_s
-                for (_, number), seen in self.watch.rounds.items()
-                if number > struck.round + 1 and struck.peer in seen.contributors
-            ]
-            if counted:
-                struck.recovered_s = min(counted)
+            struck.recovered_s = counted_again_s(self.watch.rounds, main, struck.peer, struck.ended_s)
+            if struck.recovered_s is not None:
                 self._open.remove(struck)
 
     def _notice_ends(self) -> None:

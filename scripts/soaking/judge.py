@@ -15,8 +15,8 @@ from scripts.soaking.schedule import Happening, Kind
 from scripts.soaking.slope import Slope
 from scripts.soaking.watch import SeenRound, Watch
 
-LAG_S = 1.5
-"""From a commit to when a node's status shows it here, at most, on a machine that is not stuck."""
+LAG_S = 0.5
+"""From a commit at one node to when another has applied it: a round begins there so much later."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,15 +140,17 @@ class SoakSwarm(LocalSwarm):
 
 def wait_ended(swarm: SoakSwarm, indices: Sequence[int], within_s: float) -> dict[int, float]:
     """SIGTERM to all of them together; seconds that each took. Those that take longer are killed, and missing here."""
-    began_s = time.monotonic()
     processes = {index: list(swarm.processes(index).values()) for index in indices}
+    asked_s: dict[int, float] = {}
     for index in indices:
+        asked_s[index] = time.monotonic()
         swarm.ask_to_leave(index)
     took: dict[int, float] = {}
-    while len(took) < len(indices) and time.monotonic() - began_s < within_s:
+    until_s = time.monotonic() + within_s
+    while len(took) < len(indices) and time.monotonic() < until_s:
         for index in indices:
             if index not in took and swarm.has_left(index):
-                took[index] = time.monotonic() - began_s
+                took[index] = time.monotonic() - asked_s[index]
         time.sleep(0.05)
     for index in indices:
         if index not in took:

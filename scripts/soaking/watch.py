@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ class SeenRound:
     """One round of one lineage, as all nodes together tell of it."""
 
     first_s: float
-    """When the first node showed it committed, on the soak's clock."""
+    """When the first node had applied its commit, on the soak's clock."""
     seconds: float
     contributors: frozenset[str]
     excluded: dict[str, str]
@@ -48,6 +49,7 @@ class Watch:
         """`clock_s`: the monotonic time that the soak counts from."""
         self._swarm = swarm
         self._began_s = clock_s
+        self._began_unix_s = time.time() - (time.monotonic() - clock_s)
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="look")
         self._asked: dict[int, Future[Status | None]] = {}
         self._next_look_s: dict[int, float] = {}
@@ -71,6 +73,16 @@ class Watch:
     @property
     def newest_round(self) -> int:
         return max((number for _, number in self.rounds), default=-1)
+
+    @property
+    def main_lineage(self) -> str | None:
+        """That most nodes are on, of those that run and are not frozen."""
+        followed = Counter(
+            status.lineage
+            for index, status in self.latest.items()
+            if self._swarm.nodes[index].running and index not in self.unseen and status.lineage
+        )
+        return max(followed, key=followed.__getitem__, default=None)
 
     def look(self) -> None:
         now_s = self.now_s
@@ -97,12 +109,14 @@ class Watch:
         if status.work.exact.missing:
             self.unbalanced[status.peer_id] = status.work.exact.missing
         for line in status.history:
-            self._take_round(index, line, now_s)
+            self._take_round(index, line)
         if status.validation_loss is not None and (self.validation is None or status.round >= self.validation[0]):
             self.validation = status.round, status.validation_loss
 
-    def _take_round(self, index: int, line: HistoryRound, now_s: float) -> None:
+    def _take_round(self, index: int, line: HistoryRound) -> None:
         key = line.lineage, line.round
+        # All nodes share this machine's clock: when a busy machine lets us look does not matter.
+        now_s = line.committed_unix_s - self._began_unix_s
         seen = self.rounds.get(key)
         if seen is None:
             self.rounds[key] = SeenRound(
@@ -114,6 +128,8 @@ class Watch:
                 hashes={line.state_hash: {index}},
             )
             return
+        if now_s < seen.first_s:
+            seen.first_s, seen.seconds = now_s, line.seconds
         seen.hashes.setdefault(line.state_hash, set()).add(index)
         for peer, why in line.excluded.items():
             # Whoever saw the exchange knows more than who applied its commit.

@@ -170,11 +170,13 @@ def test_memory_and_trainer_outlive_daemon_and_engine(home: Home, started: list[
     again = node.wait_for("engine again")
     assert again["engine"] != pids["engine"]
     assert not again["fresh"]
+    assert (again["life"], again["told"]) == (2, 2), "the news is of the life that the connection leads to"
 
     os.kill(pids["daemon"], signal.SIGKILL)
     second = node.wait_for("engine", count=2)
     assert second["pid"] != pids["daemon"]
     assert second["engine"] == again["engine"], "a new daemon finds the engine that is there"
+    assert second["life"] == 2
     assert not second["fresh"]
     assert second["mark"] == "delta", "the vectors keep their content"
     assert node.wait_for("ready", count=2)["pids"]["trainer"] == pids["trainer"]

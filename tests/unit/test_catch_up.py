@@ -12,17 +12,20 @@ from typing import cast
 import msgspec
 import pytest
 import trio
+import trio.testing
 from chain_samples import KEYRING, make_reform, make_rules, peers, plain_commit, step
 from run_samples import VALID
 
 from node.daemon import rpc
 from node.daemon.answers import Answers
 from node.daemon.catch_up import CatchUp, HeldState, WinnerGone, is_ahead
-from node.daemon.engine_client import EngineClient, EngineFailed
+from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.store import Store
+from node.daemon.streams import RequestFailed
 from node.engine import api
+from node.errors import AtollError
 from protocol import chain
 from protocol.chain import ChainState, genesis
 from protocol.names import PeerId, digest, encode_integer
@@ -343,3 +346,79 @@ def test_a_winner_whose_state_cannot_be_had_is_left_again(
         trio.run(partial(catch_up, mine, network, Withheld(), None, lineage, rules=replace(RULES, fork_timeout_s=0.3)))
     for store in (mine, theirs):
         store.close()
+
+
+class SlowPeers:
+    """Peers that say where they are after so many seconds; None: never (cut off, or frozen)."""
+
+    def __init__(
+        self, store: Store, answers_after_s: dict[PeerId, float | None], lineages: dict[PeerId, bytes]
+    ) -> None:
+        self.peers = answers_after_s
+        self._answers = Answers(store)
+        self._lineages = lineages
+
+    async def request(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        after_s = self.peers[peer]
+        await trio.sleep(timeout_s if after_s is None else after_s)
+        if after_s is None:
+            raise RequestFailed(f"no answer within {timeout_s} s")
+        tip = rpc.decode(await self._answers._tip("me", payload), rpc.Tip)
+        return rpc.encode(msgspec.structs.replace(tip, lineage=self._lineages.get(peer, tip.lineage)))
+
+
+@pytest.mark.parametrize(
+    ("answers_after_s", "lineages", "lineage", "heard", "took_s"),
+    [
+        pytest.param({"a": 0.01, "b": 0.02, "c": None}, {}, None, "ab", 0.52, id="one of three is cut off"),
+        pytest.param({"a": 0.01, "b": 0.02, "c": 0.4}, {}, None, "abc", 0.4, id="all in time"),
+        pytest.param({"a": 1.0, "b": 1.5, "c": 2.8}, {}, None, "abc", 2.8, id="all are far away"),
+        pytest.param({"a": None}, {}, None, "", 5.0, id="nobody"),
+        pytest.param({}, {}, None, "", 0.0, id="nobody is there"),
+        pytest.param(
+            {"a": 0.01, "b": 0.02, "c": 3.0, "d": None}, {"c": b"w" * 32}, b"w" * 32, "abc", 5.0, id="the winner is far"
+        ),
+    ],
+)
+def test_who_does_not_answer_holds_up_nobody(
+    stores: tuple[Store, Store],
+    answers_after_s: dict[PeerId, float | None],
+    lineages: dict[PeerId, bytes],
+    lineage: bytes | None,
+    heard: str,
+    took_s: float,
+) -> None:
+    network = SlowPeers(stores[1], answers_after_s, lineages)
+
+    async def ask() -> None:
+        catching = CatchUp(
+            rules=RULES,
+            manifest=VALID,
+            keyring=KEYRING,
+            network=cast(Network, network),
+            engine=cast(EngineClient, Engine()),
+            store=stores[0],
+            observations=Observations(),
+        )
+        began_s = trio.current_time()
+        tips = await catching._ask_tips(lineage)
+        assert sorted(tip.peer for tip in tips) == sorted(heard)
+        assert trio.current_time() - began_s == pytest.approx(took_s, abs=0.02)
+
+    trio.run(ask, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def _the_engine_has_just_ended(stores: tuple[Store, Store]) -> None:
+    class Gone:
+        async def accept_token(self, *, peer_id: str, token: bytes, expires_s: float) -> api.Done:
+            raise EngineGone("the engine's process ended")
+
+    answers = Answers(stores[0])
+    for engine in (None, cast(EngineClient, Gone())):
+        answers.engine = engine
+        with pytest.raises(AtollError, match="try again in a moment"):
+            await answers._token("peer", b"")
+
+
+def test_no_token_while_the_engine_is_away_is_said_in_one_sentence(stores: tuple[Store, Store]) -> None:
+    trio.run(partial(_the_engine_has_just_ended, stores))

@@ -53,7 +53,8 @@ async def run(mode: str) -> int:
                     os.ftruncate(descriptor, 0) if size == 0 else os.pwrite(descriptor, b"x", 0)
                 except OSError as error:
                     refused.append(error.errno)
-            tell("engine", engine=await engine_pid(engine), fresh=engine.fresh, mark=mark.decode(), refused=refused)
+            pid = await engine_pid(engine)
+            tell("engine", engine=pid, fresh=engine.fresh, life=engine.life, mark=mark.decode(), refused=refused)
             await client.start_trainer()
             await client.ready(["/ip4/127.0.0.1/tcp/4001/p2p/12D3"], None)
             processes = await client.processes()
@@ -75,7 +76,8 @@ async def follow(client: SupervisorClient) -> None:
         match event:
             case EngineRestarted():
                 engine = await client.start_engine(THETA_BYTES, MOMENTUM_BYTES, THETA_BYTES)
-                tell("engine again", engine=await engine_pid(engine), fresh=engine.fresh)
+                pid = await engine_pid(engine)
+                tell("engine again", engine=pid, fresh=engine.fresh, life=engine.life, told=event.life)
             case TrainerExited():
                 tell("trainer exited", code=event.code, reason=event.reason, again=event.restart_in_s is not None)
 
