@@ -86,7 +86,7 @@ def test_what_a_killed_engine_had_is_counted_or_carried_or_lost_but_nothing_twic
     the model uncounted, the trainer's counter, and the chain.
     """
     with Lab(tmp_path, say=print) as lab:
-        nodes = lab.swarm(3, rounds=1)
+        nodes = lab.swarm(3, rounds=2)
         victim, *others = nodes
         for place, what in PLACES.items():
             before, thrown = victim.status().work, thrown_away(victim)
