@@ -137,7 +137,7 @@ class Lineages:
 
     def forget(self, mine: Digest, heard: Iterable[Digest]) -> None:
         """Make room: keep what leads to my lineage and to those that are heard."""
-        if not self._births and len(self._places) == 1 and len(self._places.get(mine, ())) <= 2 * OWN_PLACES_KEPT:
+        if not self._births and self._places.keys() == {mine} and len(self._places[mine]) <= 2 * OWN_PLACES_KEPT:
             return  # my own chain is all that is known
         named = set(self._places) | {parent for parent, _ in self._births.values()}
         heard = {lineage for lineage in heard if lineage != mine and lineage in named}

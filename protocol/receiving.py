@@ -117,18 +117,19 @@ class Receiver:
             sealed = wire.unseal(event.data)
             if sealed.sender == self.me:
                 return None
-            verified = self._signed_unread(sealed)
+            start = wire.beginning(sealed) if sealed.kind is Roster else None
+            verified = self._signed_unread(sealed, start)
             if verified is False:
                 self._forged(event, sealed.sender)
                 return None
-            if sealed.kind is Roster and not self._worth_reading(event.from_peer, sealed):
+            if start is not None and not self._worth_reading(event.from_peer, sealed.sender, start):
                 return None
             try:
                 signed = wire.open_sealed(sealed)
             except wire.WireError:
-                if sealed.kind is Roster:
+                if start is not None:
                     # Its leader signed what cannot be read: it is not read a second time in this round.
-                    self._unreadable.add((sealed.sender, wire.beginning(sealed).attempt))
+                    self._unreadable.add((sealed.sender, start.attempt))
                 raise
         except wire.WireError as error:
             self.standing.misbehaved(event.from_peer, str(error))
@@ -141,10 +142,10 @@ class Receiver:
             return None
         return signed
 
-    def _signed_unread(self, sealed: wire.Sealed) -> bool | None:
-        """Whether the signature holds; None where that takes reading the body. Raises `WireError`."""
-        if sealed.kind is Roster:
-            return wire.verify_beginning(self.keyring, sealed, wire.beginning(sealed))
+    def _signed_unread(self, sealed: wire.Sealed, start: wire.Beginning | None) -> bool | None:
+        """Whether the signature holds; None where that takes reading the body. `start`: of a ROSTER."""
+        if start is not None:
+            return wire.verify_beginning(self.keyring, sealed, start)
         if sealed.kind in (Ready, Proposal, Vote):
             return None
         return self.keyring.verify(sealed.sender, wire.signing_bytes(sealed.kind, sealed.body), sealed.signature)
@@ -152,14 +153,14 @@ class Receiver:
     def _forged(self, event: Received, sender: PeerId) -> None:
         self.standing.misbehaved(event.from_peer, f"handed over a message that {sender} did not sign")
 
-    def _worth_reading(self, link: PeerId, sealed: wire.Sealed) -> bool:
+    def _worth_reading(self, link: PeerId, sender: PeerId, start: wire.Beginning) -> bool:
         """Whether a ROSTER whose signature holds may change anything: it is the largest message of a round, and whoever
         has no part in the round could make everyone read it again and again.
         """
-        if sealed.sender in self.docket:
+        if sender in self.docket:
             return False
-        start, mine, judged = wire.beginning(sealed), self.machine.state.base, self.machine.round
-        base, sender, attempt = start.base, sealed.sender, start.attempt
+        mine, judged = self.machine.state.base, self.machine.round
+        base, attempt = start.base, start.attempt
         if base.run != mine.run:
             self.standing.misbehaved(sender, f"spoke of the run {base.run.hex()[:16]}, not of {mine.run.hex()[:16]}")
             return False

@@ -221,7 +221,7 @@ def beginning(sealed: Sealed) -> Beginning:
     return Beginning(
         base=get_base(roster.base),
         attempt=integer(roster.attempt, "an attempt", MAX_ATTEMPT),
-        roster_id=digest(b"atoll/roster", sealed.body),
+        roster_id=_roster_id(sealed.body),
     )
 
 
@@ -243,4 +243,8 @@ def decode_commit(data: bytes) -> Commit:
 
 def roster_id(signed: Signed[Roster]) -> Digest:
     """The name of a roster: the hash of its body."""
-    return digest(b"atoll/roster", signed.body)
+    return _roster_id(signed.body)
+
+
+def _roster_id(body: bytes) -> Digest:
+    return digest(b"atoll/roster", body)

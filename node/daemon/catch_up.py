@@ -220,7 +220,7 @@ class CatchUp:
         """
         tips: list[PeerTip] = []
         peers = list(self._network.peers)
-        enough, all_asked = trio.Event(), trio.CancelScope()
+        enough = trio.Event()
         began_s = trio.current_time()
 
         async def ask(peer: PeerId) -> None:
@@ -237,13 +237,12 @@ class CatchUp:
             await trio.sleep(max(TIP_GRACE_S, trio.current_time() - began_s))
             nursery.cancel_scope.cancel()
 
-        with all_asked:
-            async with trio.open_nursery() as waiting:
-                waiting.start_soon(wait_no_longer)
-                async with trio.open_nursery() as nursery:
-                    for peer in peers:
-                        nursery.start_soon(ask, peer)
-                all_asked.cancel()
+        async with trio.open_nursery() as waiting:
+            waiting.start_soon(wait_no_longer)
+            async with trio.open_nursery() as nursery:
+                for peer in peers:
+                    nursery.start_soon(ask, peer)
+            waiting.cancel_scope.cancel()
         return tips
 
     async def _extend_chain(self, tip: PeerTip, *, may_leave: bool) -> Followed:

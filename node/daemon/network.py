@@ -123,8 +123,8 @@ class Network:
         self.peer_id: PeerId = identity.peer_id
         self.run_id: Digest | None = None
         self.links: dict[PeerId, Link] = {}
-        self._discovering = trio.CancelScope()
         """Everyone connected, also those that have no run yet. Only the network changes it."""
+        self._discovering = trio.CancelScope()
         self.counts: Counter[str] = Counter()
         self.inbox = Inbox(self.counts)
         self.introductions = Introductions(owner=self, version=version, incarnation=incarnation)

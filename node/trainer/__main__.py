@@ -92,7 +92,7 @@ def _run() -> NoReturn:
     try:
         code = main()
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else EXIT_AGAIN
+        code = EXIT_FINISHED if ended.code is None else ended.code if isinstance(ended.code, int) else EXIT_AGAIN
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

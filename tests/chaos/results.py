@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from node.artifacts import write_atomically
 from tests.chaos.rows import Measured, Row
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -65,14 +66,15 @@ def recorded(path: Path = RECORD) -> dict[int, Result]:
 
 def write(results: Iterable[Result], path: Path) -> None:
     plain: list[dict[str, Any]] = [msgspec.to_builtins(one) for one in sorted(results, key=lambda one: one.number)]
-    path.write_text(json.dumps(plain, indent=1) + "\n")
+    # After every row, of a run of an hour: ended at that very moment it must not leave half a record.
+    write_atomically((json.dumps(plain, indent=1) + "\n").encode(), path)
 
 
 def record(results: Iterable[Result], rows: Mapping[int, Row]) -> None:
     """The newest that held takes the place of an older one, and the document is made anew."""
     known = recorded() | {one.number: one for one in results if one.outcome == "held"}
     write(known.values(), RECORD)
-    DOCUMENT.write_text(document(rows, known))
+    write_atomically(document(rows, known).encode(), DOCUMENT)
 
 
 # ---------------------------------------------------------------- the document
