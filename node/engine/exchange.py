@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -19,7 +18,10 @@ import trio
 from node.engine import api
 from node.engine.exchange_checks import UpChecks, why_bad_part
 from node.engine.exchange_duties import Duties
+from node.engine.exchange_partials import Partials
+from node.engine.exchange_rates import LinkRates
 from node.engine.exchange_sums import WaitingSums
+from node.engine.exchange_view import view_of
 from node.engine.frames import (
     HEADER_BYTES,
     DownMeta,
@@ -41,9 +43,6 @@ from node.errors import StrangerError
 from protocol.exchange import Decision, ExchangeMachine, LeaveEmpty, Reduce, SendPartial
 from protocol.fields import bitmap_bytes
 from protocol.messages import PartHeader
-from protocol.plan import Plan, Shard
-from protocol.planning import deal
-from protocol.stations import ExchangeView
 from protocol.wire import WireError, decode_body
 
 REACH_TIMEOUT_S = 10.0
@@ -51,20 +50,8 @@ HEADER_TIMEOUT_S = 30.0
 MAX_REDIALS = 4
 RESULT_BYTES = 32 << 20
 """Of results that wait for their header's signature."""
-MAX_PARTIALS = 16
-"""Partial sums kept until their parents take them."""
-MIN_RATED_BYTES = 1 << 18
-"""Shorter transfers say more of latency than of a rate."""
 
 WantHeader = Callable[[api.HeaderWanted], Awaitable[api.PartRef | None]]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Partial:
-    parent: int
-    bitmap: int
-    data: bytes
-    taken: trio.Event
 
 
 class Exchange:
@@ -114,9 +101,7 @@ class Exchange:
         self._working = 0
         self._sums = WaitingSums(self._machine, geometry, outbox, threads)
         self._reductions = trio.CapacityLimiter(max(threads.count, min(32, RESULT_BYTES // geometry.slot_bytes)))
-        self._partials: dict[int, _Partial] = {}
-        """By part: partial sums that their parents have not taken yet."""
-        self._partial_places = trio.CapacityLimiter(MAX_PARTIALS)
+        self._partials = Partials()
         self._refs: dict[int, api.PartRef] = {}
         """Parts that came down, or that I made."""
         self._redials: dict[int, int] = {}
@@ -127,7 +112,7 @@ class Exchange:
         """Failed edges that have not said WANT since."""
         self._wanted_on: set[Link] = set()
         """Links whose WANT was answered: one each."""
-        self._meters: dict[Link, tuple[int, float, int, float]] = {}
+        self._rates = LinkRates()
         self._stopped = False
         self.over = False
         """Nothing is left to do but to serve those who want its parts."""
@@ -179,13 +164,8 @@ class Exchange:
                 await self._wake.wait()
 
     async def _report(self) -> None:
-        for link, (sent, sent_s, received, received_s) in self._meters.items():
-            sent_rate = _rate(link.sending.bytes - sent, link.sending.busy_s - sent_s)
-            received_rate = _rate(link.receiving.bytes - received, link.receiving.busy_s - received_s)
-            if sent_rate or received_rate:
-                await self._emit(
-                    api.PeerRate(peer_id=link.peer_id, sent_bytes_s=sent_rate, received_bytes_s=received_rate)
-                )
+        for rate in self._rates.measured():
+            await self._emit(rate)
         await self._emit(
             api.ExchangeEnded(
                 roster_id=self.roster_id,
@@ -220,9 +200,7 @@ class Exchange:
         self._unreachable.add(index)
         self._machine.on_redial_failed(index)
         self._duties.give_up(index)
-        for held in self._partials.values():
-            if held.parent == index:
-                held.taken.set()
+        self._partials.give_up(index)
         self._wake.set()
 
     def link_up(self, link: Link) -> None:
@@ -230,7 +208,7 @@ class Exchange:
         index = self._index.get(link.peer_id)
         if index is None or self._stopped:
             return
-        self._meters[link] = (link.sending.bytes, link.sending.busy_s, link.receiving.bytes, link.receiving.busy_s)
+        self._rates.begin(link)
         payload = pack_want(*self._duties.held_from(index), self._geometry.part_count)
 
         async def load() -> tuple[bytes, Buffer]:
@@ -260,7 +238,7 @@ class Exchange:
         self._unreachable.discard(index)
         self._machine.on_progress(index, trio.current_time())
         ups_held, downs_held = unpack_want(payload)
-        self._duties.on_want(index, ups_held, downs_held, set(self._partials), set(self._refs))
+        self._duties.on_want(index, ups_held, downs_held, self._partials.parts, set(self._refs))
         for kind, part in self._duties.owed_to(index):
             self._send(link, index, kind, part)
 
@@ -286,8 +264,8 @@ class Exchange:
         def sent() -> None:
             self._bytes_sent += size
             self._duties.done(index, kind, part)
-            if kind is Kind.UP and part in self._partials:
-                self._partials[part].taken.set()
+            if kind is Kind.UP:
+                self._partials.taken(part)
             self._wake.set()
 
         link.send(Outgoing(kind=kind, id=self.roster_id, part=part, slot=self._me, load=load, sent=sent))
@@ -295,8 +273,8 @@ class Exchange:
     async def _load_up(self, part: int) -> tuple[bytes, Buffer] | None:
         if self._stopped:
             return None
-        if held := self._partials.get(part):
-            return msgspec.msgpack.encode(UpMeta(bitmap_bytes(held.bitmap), b"")), held.data
+        if (partial_sum := self._partials.frame(part)) is not None:
+            return partial_sum
         if self._outbox is None:
             return None
         try:
@@ -434,7 +412,7 @@ class Exchange:
     async def _sum(self, decision: Reduce | SendPartial) -> None:
         try:
             if isinstance(decision, SendPartial):
-                async with self._partial_places:
+                async with self._partials.room:
                     await self._sum_for_parent(decision)
             else:
                 async with self._reductions:
@@ -449,12 +427,9 @@ class Exchange:
         data, _ = await self._sums.add_up(decision)
         if not data or decision.parent in self._unreachable:
             return
-        held = _Partial(parent=decision.parent, bitmap=decision.bitmap, data=data, taken=trio.Event())
-        self._partials[decision.part] = held
+        self._partials.put(decision.part, parent=decision.parent, bitmap=decision.bitmap, data=data)
         self._offer(decision.parent, Kind.UP, decision.part)
-        with trio.move_on_at(self._last_s):
-            await held.taken.wait()
-        del self._partials[decision.part]
+        await self._partials.wait_taken(decision.part, self._last_s)
         self._duties.done(decision.parent, Kind.UP, decision.part)
 
     async def _publish(self, decision: Reduce, data: bytes, data_hash: bytes) -> None:
@@ -470,35 +445,3 @@ class Exchange:
             ref = await self._want_header(wanted)
         if ref is not None:
             await self._hold(ref, data)
-
-
-def view_of(
-    request: api.Exchange | api.Recompute,
-    geometry: Geometry,
-    *,
-    my_index: int = 0,
-    durations_s: tuple[float, ...] = (),
-    progress_s: float = 0.0,
-    slack_s: float = 0.0,
-) -> ExchangeView:
-    """What a request says of its roster; whoever only recomputes has no place and no deadlines in it."""
-    plan = Plan(shards=tuple(Shard(share=shard.share, parents=shard.parents) for shard in request.shards))
-    return ExchangeView(
-        my_index=my_index,
-        contributing=request.contributing,
-        plan=plan,
-        dealt=deal(request.base, geometry.part_count, plan),
-        tokens=request.tokens,
-        weight_cap_ratio=request.weight_cap_ratio,
-        durations_s=durations_s,
-        progress_s=progress_s,
-        slack_s=slack_s,
-        elements=geometry.elements,
-        part_elements=geometry.part_elements,
-        codec=geometry.codec.name,
-        sum_codec=geometry.sum_codec.name,
-    )
-
-
-def _rate(size: int, seconds: float) -> float | None:
-    return size / seconds if size >= MIN_RATED_BYTES and seconds > 0 else None

@@ -14,7 +14,7 @@ from functools import partial
 import trio
 
 from node.engine import api
-from node.engine.exchange import view_of
+from node.engine.exchange_view import view_of
 from node.engine.frames import AskMeta, Subject
 from node.engine.geometry import Geometry
 from node.engine.outbox import Outbox
