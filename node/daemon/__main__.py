@@ -8,7 +8,7 @@ import structlog
 import trio
 
 from node.daemon.app import run_node
-from node.daemon.driver import Fallen
+from node.daemon.outcomes import Fallen
 from node.daemon.supervisor_client import SupervisorGone
 from node.errors import OperatorError
 from node.log import configure

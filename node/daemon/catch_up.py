@@ -7,7 +7,6 @@ later commit certifies, fetched in verified chunks from several peers at once, a
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,26 +15,21 @@ import structlog
 import trio
 
 from node.daemon import rpc
+from node.daemon.chain_download import ChainDownload, Followed, StateUnavailable
 from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.pace import Pace
 from node.daemon.requests import apply_request, part_ref
 from node.daemon.store import Store, StoreError
-from node.daemon.streams import RequestFailed
-from node.errors import AtollError, StrangerError
+from node.daemon.tips import PeerTip, ask_tips
+from node.errors import AtollError
 from node.manifest import Manifest
 from protocol.chain import ChainState
-from protocol.commits import InvalidCommit
 from protocol.messages import Commit
-from protocol.names import Base, Digest, Keyring, PeerId
+from protocol.names import Digest, Keyring, PeerId
 from protocol.rules import Rules
 
-TIP_TIMEOUT_S = 5.0
-TIP_GRACE_S = 0.5
-"""When half of the peers have said where they are, the others get as long again, and no less than this: who is cut off
-or frozen holds nobody else's return up for the whole timeout."""
-CHAIN_TIMEOUT_S = 30.0
 PARTS_TIMEOUT_S = 60.0
 SNAPSHOT_TIMEOUT_S = 3600.0
 RETRY_S = 2.0
@@ -49,20 +43,8 @@ SNAPSHOT_COSTS_ROUNDS = 8
 log = structlog.get_logger()
 
 
-class StateUnavailable(AtollError):
-    """No peer offers what is missing at the moment; worth another try."""
-
-
 class WinnerGone(AtollError):
     """Nobody of the lineage that won is there any more, before its state was: go back to the one that was left."""
-
-
-class Followed(enum.Enum):
-    NOTHING = enum.auto()
-    """The peer could not help."""
-    MINE = enum.auto()
-    ANOTHER_LINEAGE = enum.auto()
-    """The outer state here belongs to rounds that are no longer on the chain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,27 +54,6 @@ class HeldState:
     round: int
     state_hash: Digest
     """Computed here; the run may have agreed on another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTip:
-    peer: PeerId
-    tip: rpc.Tip
-
-
-async def is_ahead(network: Network, store: Store, peer: PeerId) -> bool:
-    """Whether `peer` proves that the chain goes on behind this node's newest record."""
-    after = store.state.base
-    request = rpc.ChainRequest(round=after.round, prev=after.prev, lineage=after.lineage)
-    try:
-        answer = await network.request(peer, rpc.CHAIN, rpc.encode(request), timeout_s=CHAIN_TIMEOUT_S)
-        page = rpc.decode(answer, rpc.ChainPage)
-        if page.known and page.records:
-            await trio.to_thread.run_sync(store.check, page.records[0])
-            return True
-    except (RequestFailed, InvalidCommit, StrangerError) as error:
-        log.debug("a peer does not prove that it is ahead", peer=peer, why=str(error))
-    return False
 
 
 class CatchUp:
@@ -118,6 +79,7 @@ class CatchUp:
         self._observations = observations
         self._held: HeldState | None = None
         """What the engine holds; None: no state that is of use."""
+        self._chain = ChainDownload(network=network, store=store, observations=observations, say=self._say)
         self._pace = Pace()
         self._no_help: set[PeerId] = set()
         """Peers whose chain did not bring this node any further, whatever they say of it."""
@@ -136,7 +98,7 @@ class CatchUp:
         there_s = nearer_s = trio.current_time()
         nearest = self._held
         while True:
-            tips = await self._ask_tips(lineage)
+            tips = await ask_tips(self._network, lineage)
             self._measure(tips)
             name, now_s = self._store.state.base.lineage, trio.current_time()
             # Other losers follow the same chain, and lack what is missing here.
@@ -152,7 +114,7 @@ class CatchUp:
             try:
                 for tip in self._worth_following(tips, lineage):
                     won = tip.tip.lineage == lineage != self._store.state.base.lineage
-                    followed = await self._extend_chain(tip, may_leave=won)
+                    followed = await self._chain.extend(tip, may_leave=won)
                     if followed is Followed.ANOTHER_LINEAGE:
                         self._held = None
                     if followed is not Followed.NOTHING:
@@ -166,7 +128,7 @@ class CatchUp:
             base = self._store.state.base
             if (base, self._held) == before:
                 return self._store.state  # at once: all that was said of the run is as fresh as it was
-            again = await self._ask_tips(lineage)
+            again = await ask_tips(self._network, lineage)
             self._measure(again)
             if not any(tip.tip.round > base.round + 1 for tip in self._worth_following(again, lineage)):
                 return self._store.state
@@ -210,111 +172,6 @@ class CatchUp:
         if (news := self._pace.news()) is not None:
             log.warning("this node is slower than the run", why=news)
             self._observations.count(["slower than the run's rounds"])
-
-    # ------------------------------------------------------------ tips and chain
-
-    async def _ask_tips(self, lineage: Digest | None) -> list[PeerTip]:
-        """What the connected peers say of themselves; those that do not answer in time are left out.
-
-        Half of them are enough to go by, if one of those is on `lineage` (the one that won; None: any).
-        """
-        tips: list[PeerTip] = []
-        peers = list(self._network.peers)
-        enough = trio.Event()
-        began_s = trio.current_time()
-
-        async def ask(peer: PeerId) -> None:
-            try:
-                answer = await self._network.request(peer, rpc.TIP, rpc.encode(rpc.Empty()), timeout_s=TIP_TIMEOUT_S)
-                tips.append(PeerTip(peer=peer, tip=rpc.decode(answer, rpc.Tip)))
-                if 2 * len(tips) >= len(peers) and (lineage is None or any(one.tip.lineage == lineage for one in tips)):
-                    enough.set()
-            except (RequestFailed, StrangerError) as error:
-                log.debug("a peer's tip cannot be had", peer=peer, why=str(error))
-
-        async def wait_no_longer() -> None:
-            await enough.wait()
-            await trio.sleep(max(TIP_GRACE_S, trio.current_time() - began_s))
-            nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as waiting:
-            waiting.start_soon(wait_no_longer)
-            async with trio.open_nursery() as nursery:
-                for peer in peers:
-                    nursery.start_soon(ask, peer)
-            waiting.cancel_scope.cancel()
-        return tips
-
-    async def _extend_chain(self, tip: PeerTip, *, may_leave: bool) -> Followed:
-        """Download, verify and store the records between my tip and the peer's."""
-        self._say(f"fetching rounds {self._store.state.base.round} to {tip.tip.round} of the chain")
-        followed = Followed.NOTHING
-        try:
-            while True:
-                page = await self._page(tip.peer, self._store.state.base)
-                if not page.known:
-                    if not may_leave:
-                        log.warning("a peer is on another lineage than this node", peer=tip.peer, round=tip.tip.round)
-                        self._observations.count(["peer on another lineage"])
-                        return followed
-                    page = await self._leave_lineage(tip)
-                    followed = Followed.ANOTHER_LINEAGE
-                else:
-                    await trio.to_thread.run_sync(self._store.extend, page.records, tip.tip.state_hash)
-                if followed is Followed.NOTHING and page.records:
-                    followed = Followed.MINE
-                if not page.more or not page.records:
-                    return followed
-        except (RequestFailed, InvalidCommit, StrangerError, StoreError) as error:
-            log.warning("a peer's chain cannot be used", peer=tip.peer, why=str(error))
-            self._observations.count(["chain refused"])
-            return followed
-        except OSError as error:
-            raise StateUnavailable(f"the chain cannot be stored ({error.strerror}): free disk") from error
-
-    async def _page(self, peer: PeerId, after: Base) -> rpc.ChainPage:
-        request = rpc.ChainRequest(round=after.round, prev=after.prev, lineage=after.lineage)
-        answer = await self._network.request(peer, rpc.CHAIN, rpc.encode(request), timeout_s=CHAIN_TIMEOUT_S)
-        return rpc.decode(answer, rpc.ChainPage)
-
-    async def _leave_lineage(self, tip: PeerTip) -> rpc.ChainPage:
-        """Go back to the newest place that the peer's chain shares with this one, and follow it from there."""
-        before = self._store.state.base
-        for place in self._store.places():
-            page = await self._page(tip.peer, place)
-            if not page.known:
-                continue
-            place, same = await trio.to_thread.run_sync(self._store.shared, place, page.records)
-            while same == len(page.records):
-                # Nothing is left for a peer whose chain only ends earlier than this one, whatever it says of itself.
-                if not page.more or not page.records:
-                    raise StrangerError(f"{tip.peer} shows no record that is not on this chain too")
-                page = await self._page(tip.peer, place)
-                place, same = await trio.to_thread.run_sync(self._store.shared, place, page.records)
-            page = rpc.ChainPage(known=True, records=page.records[same:], more=page.more)
-            await self._check_winner(tip, place, page)
-            await trio.to_thread.run_sync(self._store.switch, place, page.records, tip.tip.state_hash)
-            log.error(
-                "this node's lineage lost: another is followed, and this one kept until that has taken the node in",
-                rounds=before.round - place.round,
-                since_round=place.round,
-                left=before.lineage.hex()[:16],
-                followed=tip.tip.lineage.hex()[:16],
-            )
-            self._observations.count(["lineage left"])
-            return page
-        raise StrangerError(f"{tip.peer} shares no place with this chain, not even the run's beginning")
-
-    async def _check_winner(self, tip: PeerTip, place: Base, page: rpc.ChainPage) -> None:
-        """That a peer names the lineage that won is a claim: its records lead there, or nothing is left for it."""
-        state = await trio.to_thread.run_sync(self._store.state_at, place)
-        while True:
-            state, places = await trio.to_thread.run_sync(self._store.read_on, state, page.records)
-            if any(one.lineage == tip.tip.lineage for one in places):
-                return
-            if not page.more or not page.records:
-                raise StrangerError(f"the chain of {tip.peer} does not lead to the lineage that it names")
-            page = await self._page(tip.peer, state.base)
 
     # ------------------------------------------------------------ state
 
@@ -431,7 +288,7 @@ class CatchUp:
             except StoreError as error:
                 raise StateUnavailable(str(error)) from error
             if self._pace.due(PACE_EVERY_S):
-                self._measure(await self._ask_tips(None))
+                self._measure(await ask_tips(self._network, None))
                 if self._pace.too_slow and self._held.round > first:
                     return  # to see whether a snapshot is nearer by now
             self._say(f"replaying round {number} of {target}")

@@ -17,21 +17,22 @@ import structlog
 import trio
 
 from node.daemon.auditor import Auditor
-from node.daemon.catch_up import is_ahead
+from node.daemon.chain_download import is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
+from node.daemon.lineage_leaving import give_up_left
 from node.daemon.lineage_probe import learn_lineage
 from node.daemon.network import Network
 from node.daemon.observations import Observations
+from node.daemon.outcomes import Behind, Corrupt, Fallen, Outcome, Over, Refused
 from node.daemon.requests import apply_request, exchange_request, part_ref
 from node.daemon.storage import HeldEffects, Storage
 from node.daemon.store import Store
 from node.daemon.training import Training
 from node.engine import api
-from node.errors import AtollError
 from node.manifest import Manifest
 from protocol import events
 from protocol.lineages import Position
-from protocol.messages import Commit
+from protocol.messages import Commit, Evidence
 from protocol.names import Digest, PeerId
 from protocol.peer import PeerMachine
 from protocol.rules import Rules
@@ -50,35 +51,6 @@ LAST_VALIDATION_S = 60.0
 """How long a node stays, at the end of the run, for its trainer to measure the final state."""
 BUSY_PHASES = frozenset({"exchanging", "voting", "applying"})
 """Phases in which leaving would cost the others parts or votes of the round under way."""
-
-
-class Fallen(AtollError):
-    """The node must stop: the chain or its state is not what it must be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Behind:
-    """The machine cannot go on from what it holds: catch up with `peer`, on its lineage."""
-
-    peer: PeerId
-    lineage: Digest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corrupt:
-    """The outer state here is not the run's: set it aside, then catch up."""
-
-    effect: events.StateCorrupt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """The lineage that was followed did not take this node in: back to the one that it left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
-    """The run is over, or `--max-rounds` is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +93,7 @@ class Driver:
         self._send, self._receive = trio.open_memory_channel[events.Event | _ApplyDone](math.inf)
         self._room_for_messages = trio.Semaphore(WAITING_MESSAGES)
         self._nursery: trio.Nursery
-        self._outcome: Behind | Corrupt | Refused | Over | None = None
+        self._outcome: Outcome | None = None
         self._stopped: deque[Digest] = deque(maxlen=STOPPED_KEPT)
         """Rosters that were stopped, in case their start is still on its way to the engine."""
         self._snapshot_done = trio.Event()
@@ -152,7 +124,7 @@ class Driver:
         """Until no exchange or vote is under way. The caller sets the deadline."""
         await self._between_rounds.wait()
 
-    async def run(self) -> Behind | Corrupt | Refused | Over:
+    async def run(self) -> Outcome:
         """Raises `Fallen` on an alarm of the protocol."""
         self._observations.began_round(self.machine.state.base.round)
         # What an earlier machine could not write died with it.
@@ -252,17 +224,7 @@ class Driver:
                 self._nursery.start_soon(self._auditor.recompute, effect)
             case events.Convicted():
                 self._observations.convicted(effect.evidence.culprit, effect.evidence.offence)
-                if effect.evidence.culprit == self.machine.me:
-                    log.critical(
-                        "this node's own key signed what excludes each other: is it in use on another machine?",
-                        offence=effect.evidence.offence.value,
-                    )
-                else:
-                    log.error(
-                        "a peer is caught and left out for good",
-                        peer=effect.evidence.culprit,
-                        offence=effect.evidence.offence.value,
-                    )
+                _tell_conviction(effect.evidence, self.machine.me)
             case events.NewLineage():
                 if not await self._stored(CHAIN, partial(self._store.append_reform, effect.reformed)):
                     self._hold(effect)
@@ -283,7 +245,7 @@ class Driver:
             case events.LearnLineage():
                 self._nursery.start_soon(self._learn_lineage, effect.peer)
             case events.LineageLeft():
-                self._nursery.start_soon(self._give_up_left)
+                self._nursery.start_soon(give_up_left, self._store, self.machine.me, self._observations)
             case events.LineageResumed():
                 self._outcome = self._outcome or Refused()
             case events.Misbehaved():
@@ -348,28 +310,6 @@ class Driver:
         if isinstance(learned, events.LineageUnproven):
             self._observations.count(["lineage claimed without proof"])
         self.post(learned)
-
-    async def _give_up_left(self) -> None:
-        """This node is a member of the lineage that it followed: what went with its own is said once."""
-        while True:
-            try:
-                lost = await trio.to_thread.run_sync(self._store.give_up_left, self.machine.me)
-                break
-            except OSError as error:
-                log.warning("the lineage that was left cannot be given up yet", why=str(error))
-            await trio.sleep(DISK_RETRY_S)
-        if lost is not None:
-            self._observations.lost_lineages.append(lost)
-            self._observations.count(["lineage lost"])
-            log.error(
-                "this node's own lineage is given up: what it counted since the branching is discarded",
-                lineage=lost.lineage[:16],
-                followed=lost.followed[:16],
-                since_round=lost.since_round,
-                rounds=lost.rounds,
-                own_tokens=lost.own_tokens,
-                tokens=lost.tokens,
-            )
 
     async def _ask(self, request: Callable[[], object]) -> None:
         """A request whose failure the protocol's own deadlines take care of."""
@@ -499,3 +439,13 @@ class Driver:
             self._observations.count(["snapshot not saved"])
         except trio.BrokenResourceError:
             pass  # the engine is gone; the session notices by itself
+
+
+def _tell_conviction(evidence: Evidence, me: PeerId) -> None:
+    if evidence.culprit == me:
+        log.critical(
+            "this node's own key signed what excludes each other: is it in use on another machine?",
+            offence=evidence.offence.value,
+        )
+    else:
+        log.error("a peer is caught and left out for good", peer=evidence.culprit, offence=evidence.offence.value)

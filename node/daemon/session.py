@@ -13,14 +13,18 @@ import trio
 
 from node.daemon.acquaintances import look_for
 from node.daemon.answers import Answers
+from node.daemon.artifact_fetch import obtain_artifacts
 from node.daemon.catch_up import CatchUp, HeldState, WinnerGone
-from node.daemon.driver import CHAIN, DISK_RETRY_S, Corrupt, Driver, Over, Refused
+from node.daemon.driver import CHAIN, DISK_RETRY_S, Driver
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.engine_feed import EngineFeed
-from node.daemon.identity import Identity, create_data_certificate
+from node.daemon.engine_opener import EngineOpener
+from node.daemon.identity import Identity
+from node.daemon.lineage_leaving import keep_state, resume_left
 from node.daemon.mending import mend_chain
 from node.daemon.network import Network
 from node.daemon.observations import Observations
+from node.daemon.outcomes import Corrupt, Over, Refused
 from node.daemon.storage import Storage
 from node.daemon.store import JournalState, Store, StoreError
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
@@ -42,9 +46,6 @@ FINISH_ROUND_S = 2.5
 """How long a leaving node stays for the exchange or the vote under way: the others would miss its parts."""
 LAST_SNAPSHOT_S = 2.0
 """For the state at leaving, so that the next start replays nothing."""
-ARTIFACT_TIMEOUT_S = 3600.0
-ARTIFACT_RETRY_S = 2.0
-ENGINE_RETRY_S = 5.0
 INVENTORY_EVERY_S = 2.0
 FP32_BYTES = 4
 
@@ -86,9 +87,17 @@ class RunSession:
         self._answers = Answers(self.store)
         self._storage = Storage(observations=observations, post=self._post)
         self._feed = EngineFeed(network=network, observations=observations, storage=self._storage, post=self._post)
+        self._opener = EngineOpener(
+            settings=settings,
+            identity=identity,
+            manifest=manifest,
+            rules=self.rules,
+            directory=self._engine_directory,
+            network=network,
+            observations=observations,
+        )
         self.inventory: api.Inventoried | None = None
         self._training: Training | None = None
-        self._engine_was_open = False
         self._looked_for_others = False
         self._chain_is_whole = False
         """Every record of the log was read, and is good."""
@@ -192,13 +201,19 @@ class RunSession:
                 engine = EngineClient(handle.socket)
                 nursery.start_soon(self._receive_from_engine, engine)
                 self.engine = self._answers.engine = engine
-                await self._open_engine(engine, handle)
+                await self._opener.open(engine, handle)
                 nursery.start_soon(self._feed.pump, engine)
                 nursery.start_soon(self._feed.keep_peers, engine)
                 nursery.start_soon(self._watch_supervisor, handle.life)
                 nursery.start_soon(self._watch_inventory, engine)
                 nursery.start_soon(self._mend_chain)
-                await self._obtain_artifacts(engine)
+                await obtain_artifacts(
+                    self.manifest.artifacts,
+                    self._engine_directory / "artifacts",
+                    network=self._network,
+                    engine=engine,
+                    observations=self._observations,
+                )
                 training = self._training_with(handle, engine)
                 nursery.start_soon(self._pump_trainer, training)
                 if self._settings.starts_trainer:
@@ -211,50 +226,6 @@ class RunSession:
     async def _receive_from_engine(self, engine: EngineClient) -> None:
         await engine.run()
         raise EngineGone("the engine's process ended")
-
-    async def _open_engine(self, engine: EngineClient, handle: EngineHandle) -> None:
-        certificate = create_data_certificate(self._identity.peer_id)
-        rounds = self.manifest.rounds
-        limits = self.manifest.limits
-        request = api.Open(
-            id=0,
-            directory=str(self._engine_directory),
-            peer_id=self._identity.peer_id,
-            certificate_pem=certificate.certificate_pem,
-            key_pem=certificate.key_pem,
-            listen_host=self._network.data_host,
-            listen_port=self._settings.data_port,
-            elements=self.rules.elements,
-            buffer_elements=self.rules.buffer_elements,
-            part_elements=self.rules.part_elements,
-            codec=rounds.codec,
-            sum_codec=rounds.sum_codec,
-            momentum=self.rules.momentum,
-            keep_rounds=limits.keep_rounds,
-            keep_snapshots=limits.keep_snapshots,
-            disk_limit_bytes=self._settings.max_disk_bytes,
-            threads=self._settings.threads,
-        )
-        opened = await self._opened(engine, request, (handle.theta_fd, handle.momentum_fd, handle.delta_fd))
-        self._network.membership.publish(
-            data_addresses=self._network.data_addresses(opened.port), certificate_sha256=certificate.sha256
-        )
-        log.info("engine ready", data_port=opened.port)
-
-    async def _opened(self, engine: EngineClient, request: api.Open, fds: tuple[int, int, int]) -> api.Opened:
-        """What hinders the first start is the operator's to mend; later (a full disk, say) it is waited for."""
-        while True:
-            try:
-                opened = await engine.open(request, fds=fds)
-            except EngineFailed as error:
-                if not self._engine_was_open:
-                    raise OperatorError(str(error)) from error
-                self._observations.setting_up("starting", f"the engine cannot start yet: {error}")
-                log.error("the engine cannot start yet", why=str(error))
-                await trio.sleep(ENGINE_RETRY_S)
-                continue
-            self._engine_was_open = True
-            return opened
 
     def _post(self, event: events.Event) -> None:
         if self.driver is not None:
@@ -292,32 +263,7 @@ class RunSession:
 
     trainer_exit: str | None = None
 
-    # ------------------------------------------------------------ artifacts and training
-
-    async def _obtain_artifacts(self, engine: EngineClient) -> None:
-        """Everything the manifest names, from whoever is connected, until it is here."""
-        for name, artifact in self.manifest.artifacts.items():
-            path = self._engine_directory / "artifacts" / artifact.hash
-            while True:
-                sources = tuple(self._network.peers)
-                whole = path.exists() and path.stat().st_size == artifact.length
-                size = f"{name} ({artifact.length / 1e6:.1f} MB)"
-                self._observations.setting_up(
-                    "joining", f"checking {size}" if whole else f"fetching {size} from {len(sources)} peers"
-                )
-                try:
-                    await engine.fetch_artifact(
-                        hash=bytes.fromhex(artifact.hash),
-                        length=artifact.length,
-                        sources=sources,
-                        timeout_s=ARTIFACT_TIMEOUT_S,
-                    )
-                    if not whole:
-                        log.info("artifact fetched", name=name, bytes=artifact.length)
-                    break
-                except EngineFailed as error:
-                    self._observations.setting_up("joining", f"{name} cannot be had yet: {error}")
-                    await trio.sleep(ARTIFACT_RETRY_S)
+    # ------------------------------------------------------------ training
 
     def _training_with(self, handle: EngineHandle, engine: EngineClient) -> Training:
         """One for the session's life: the attached trainer outlives engines."""
@@ -432,31 +378,13 @@ class RunSession:
                 held, lineage = None, None
             else:
                 if outcome.lineage != base.lineage and self.store.left is None:
-                    await self._keep_state(engine, base)
+                    await keep_state(self.store, engine, base, self._snapshot_path(base), self._observations)
                 log.warning("behind the run: catching up", round=base.round, peer=outcome.peer)
                 lineage = outcome.lineage
 
-    async def _keep_state(self, engine: EngineClient, base: Base) -> None:
-        """The outer state at the tip of a lineage that may be left: without it the way back needs others' bytes."""
-        self._observations.setting_up("catching-up", f"keeping the state of round {base.round} before it is left")
-        try:
-            await engine.save_snapshot(round=base.round)
-            await trio.to_thread.run_sync(self.store.left_files.keep_state, self._snapshot_path(base))
-        except (EngineFailed, OSError) as error:
-            log.warning("the state of the lineage that is left cannot be kept", round=base.round, why=str(error))
-
     async def _resume_left(self) -> None:
-        """Back to the lineage that was left; its state is loaded like any other of this chain."""
         self._returns += 1
-        while True:
-            try:
-                await trio.to_thread.run_sync(self.store.resume_left, self._engine_directory / "snapshots")
-                self._observations.count(["lineage resumed"])
-                return
-            except (OSError, StoreError) as error:
-                self._observations.setting_up("catching-up", f"the lineage that was left cannot be resumed: {error}")
-                log.error("the lineage that was left cannot be resumed", why=str(error))
-            await trio.sleep(ENGINE_RETRY_S)
+        await resume_left(self.store, self._engine_directory / "snapshots", self._observations)
 
     def _snapshot_path(self, base: Base) -> Path:
         return self._engine_directory / "snapshots" / f"{base.round}-{base.state_hash.hex()}"

@@ -10,24 +10,23 @@ here, or certified by a commit that follows. All calls block on the disk and may
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from node.daemon.chain_checkpoint import Entry, load_checkpoint, save_checkpoint
+from node.daemon.chain_checkpoint import load_checkpoint, save_checkpoint
 from node.daemon.chain_index import ChainIndex
 from node.daemon.chain_log import HEADER_BYTES, ChainLog, Frame, FrameKind, StoreError
-from node.daemon.chain_records import Follower, Record, misplaced, vouched, with_hash
+from node.daemon.chain_reader import ChainReader
+from node.daemon.chain_records import Record, misplaced, vouched, with_hash
 from node.daemon.left_lineage import LeftChain, LeftLineage
 from node.daemon.run_files import JournalState, load_manifest, read_journal, save_manifest, write_journal
 from node.errors import StrangerError
 from node.status import LostLineage
-from protocol.chain import ChainState, genesis, lineage_of, reform_state
-from protocol.lineages import Place
+from protocol.chain import ChainState, lineage_of, reform_state
 from protocol.messages import Commit, Reformed
 from protocol.names import DIGEST_BYTES, ZERO_DIGEST, Base, Digest, Keyring, PeerId
 from protocol.rules import Rules
@@ -43,16 +42,11 @@ class StateMismatch(StoreError):
     """The outer state computed here is not the one that the chain certifies: it is corrupt, load another."""
 
 
-class Store:
+class Store(ChainReader):
     """The durable chain and journal of one run. Call `open` before anything else."""
 
     def __init__(self, directory: Path, rules: Rules, keyring: Keyring) -> None:
-        self._directory = directory
-        self.rules = rules
-        self._records = Follower(rules, keyring)
-        self._index = ChainIndex(rules)
-        self._lock = threading.RLock()
-        self._log: ChainLog | None = None
+        super().__init__(directory, rules, keyring)
         self._checkpointed = 0
         self.left_files = LeftLineage(directory=directory)
         self._left: LeftChain | None = None
@@ -99,78 +93,9 @@ class Store:
     # ------------------------------------------------------------ where the chain stands
 
     @property
-    def state(self) -> ChainState:
-        """The newest. Its `state_hash` is zero, or a peer's claim, between a commit and its application here."""
-        return self._index.state
-
-    @property
     def set_aside(self) -> Path | None:
         """Where a damaged end of the log was moved at this opening."""
         return self._opened().set_aside
-
-    def state_hash_at(self, round_number: int) -> Digest | None:
-        """The outer state that round `round_number` starts from, if that is certain; None: unknown here."""
-        with self._lock:
-            return self._index.state_hash_at(round_number)
-
-    def commit_at(self, round_number: int) -> Commit:
-        """The commit of round `round_number`. Raises `StoreError` if this log has none, or it went bad on disk."""
-        with self._lock:
-            return decode_commit(self._body(self._index.commit_entry(round_number)))
-
-    def records(self, from_round: int = 0) -> Iterator[Record]:
-        """Records from round `from_round` on, oldest first, read from disk one by one."""
-        for entry in tuple(self._index.entries):
-            if entry.round >= from_round:
-                with self._lock:
-                    body = self._body(entry)
-                yield Record(kind=entry.kind, round=entry.round, body=body)
-
-    def records_after(
-        self, *, round_number: int, prev: Digest, lineage: Digest, limit_bytes: int
-    ) -> tuple[list[bytes], bool] | None:
-        """Records that follow the given place, each as kind and body, and whether there are more than fit.
-
-        At least one if there is any, whatever its size. None: that place is not on the chain here.
-        """
-        with self._lock:
-            position = self._index.position_after(round_number, prev, lineage)
-            if position is None:
-                return None
-            records: list[bytes] = []
-            size = 0
-            for entry in self._index.entries[position:]:
-                record = entry.kind.to_bytes(1, "little") + self._body(entry)
-                size += len(record)
-                if records and size > limit_bytes:
-                    return records, True
-                records.append(record)
-            return records, False
-
-    def replay(self) -> ChainState:
-        """Verify every record again, signatures included, from the beginning. Raises `InvalidCommit`, `StoreError`."""
-        with self._lock:
-            return self._state_behind(len(self._index.entries), verify=True)
-
-    def _state_behind(self, position: int, *, verify: bool = False) -> ChainState:
-        """Where the chain stood behind the first `position` records."""
-        state, start = genesis(self.rules), 0
-        with self._lock:
-            if not verify:
-                start = max((count for count in self._index.states if count <= position), default=0)
-                if start:
-                    state = with_hash(self._index.states[start], self._index.entries[start - 1].after.state_hash)
-            entries = tuple(self._index.entries[start:position])
-        for entry, body in self._bodies(start, entries):
-            if verify:
-                self._records.verified(state, entry.kind.to_bytes(1, "little") + body)
-            if entry.kind is FrameKind.COMMIT:
-                commit = decode_commit(body)
-                state = self._records.after_commit(vouched(state, commit.roster.message.base), commit)
-            else:
-                state = reform_state(state, self.rules, decode_body(Reformed, body))
-            state = with_hash(state, entry.after.state_hash)
-        return state
 
     # ------------------------------------------------------------ growing
 
@@ -222,87 +147,6 @@ class Store:
                 self._index.state = with_hash(self._index.state, tip_state_hash)
             if self._left is not None and self._index.has(self._left.tip):
                 self._forget_left()  # what was followed has come back to it
-
-    def check(self, record: bytes) -> None:
-        """Whether a peer's record follows this chain; nothing is kept. Raises `StrangerError` or `InvalidCommit`."""
-        with self._lock:
-            self._records.verified(self._index.state, record)
-
-    def places(self) -> tuple[Base, ...]:
-        """Places of this chain, the newest first, ever further apart, the beginning last.
-
-        For `records_after` of a peer on another lineage: the first that it knows is close behind the branching.
-        """
-        with self._lock:
-            return self._index.places()
-
-    def shared(self, place: Base, records: Sequence[bytes]) -> tuple[Base, int]:
-        """How many of a peer's `records` behind `place` are this chain's too, and the place behind those.
-
-        The first that is another's is verified: it proves that the chain branches there. Raises `StoreError` if `place`
-        is not on the chain here, `StrangerError` or `InvalidCommit`.
-        """
-        with self._lock:
-            position = self._index.position_of(place)
-            state = self._state_behind(position)
-            for count, record in enumerate(records):
-                _, content = self._records.verified(state, record)
-                state = self._records.followed(state, content)
-                following = self._index.entries[position + count : position + count + 1]
-                mine = following[0].after if following else None
-                theirs = state.base
-                if mine is None or (mine.round, mine.prev, mine.lineage) != (theirs.round, theirs.prev, theirs.lineage):
-                    return place, count
-                state, place = with_hash(state, mine.state_hash), mine
-            return place, len(records)
-
-    def course(self, state: ChainState, count: int) -> tuple[ChainState, tuple[Place, ...]]:
-        """The next `count` places of this chain behind `state`, and where it stood at the last: fewer at its tip.
-
-        Others use the store meanwhile: nothing is decoded under its lock. Raises `StoreError` if `state` is not on it.
-        """
-        with self._lock:
-            position = self._index.position_of(state.base)
-            entries = tuple(self._index.entries[position : position + count])
-        places = []
-        for entry, body in self._bodies(position, entries):
-            commit = decode_commit(body) if entry.kind is FrameKind.COMMIT else None
-            state = self._records.followed(state, commit or decode_body(Reformed, body))
-            state = with_hash(state, entry.after.state_hash)
-            places.append(Place.of(state, self.rules, commit))
-        return state, tuple(places)
-
-    def _bodies(self, position: int, entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
-        """Each of `entries`, which lie from `position` on, with its record. Raises `StoreError` if they do no more."""
-        for number, entry in enumerate(entries, position):
-            with self._lock:
-                # A record that was mended moves those behind it; a lineage that is left takes them away.
-                now = self._index.entries[number] if number < len(self._index.entries) else None
-                if now is None or (now.after.prev, now.after.lineage) != (entry.after.prev, entry.after.lineage):
-                    raise StoreError(f"the chain here was left behind round {entry.round} while it was read; try again")
-                body = self._body(now)
-            yield entry, body
-
-    def bases_after(self, place: Base) -> tuple[Base, ...]:
-        """Where the chain stood behind each record that follows `place`. Raises `StoreError` if that is not on it."""
-        with self._lock:
-            return tuple(entry.after for entry in self._index.entries[self._index.position_of(place) :])
-
-    def read_on(self, state: ChainState, records: Sequence[bytes]) -> tuple[ChainState, tuple[Place, ...]]:
-        """Follow a peer's `records` from `state`, verified, without keeping anything: where they lead, and by which
-        places. Raises `StrangerError` or `InvalidCommit`."""
-        places = []
-        for record in records:
-            _, content = self._records.verified(state, record)
-            state = self._records.followed(state, content)
-            places.append(Place.of(state, self.rules, content if isinstance(content, Commit) else None))
-        return state, tuple(places)
-
-    def state_at(self, place: Base) -> ChainState:
-        """Where the chain stood at `place`, decoded without the lock. Raises `StoreError` if it is not on the chain."""
-        with self._lock:
-            position = self._index.position_of(place)
-        return self._state_behind(position)
 
     def switch(self, place: Base, records: Sequence[bytes], tip_state_hash: Digest) -> None:
         """Leave this lineage behind `place` and follow `records` from there (protocol section 10, the loser).
@@ -450,24 +294,6 @@ class Store:
 
     # ------------------------------------------------------------ records that went bad on disk
 
-    def damaged(self, check: Callable[[], None] = lambda: None) -> list[int]:
-        """Places of the records, counted from the first, whose bytes on disk are not those that were written.
-
-        Reads the whole log; `check` is called before every record and may raise.
-        """
-        found = []
-        for place in range(len(self._index.entries)):
-            check()
-            with self._lock:
-                if place < len(self._index.entries) and self._frame(self._index.entries[place]) is None:
-                    found.append(place)
-        return found
-
-    def before(self, place: int) -> Base:
-        """Where the chain stood before the record at `place`: what to ask a peer for."""
-        with self._lock:
-            return self._index.before(place)
-
     def mend(self, place: int, record: bytes) -> None:
         """Put a peer's `record` in the place of one that went bad. Nothing changes if it is good, or is not there.
 
@@ -493,10 +319,6 @@ class Store:
             self._index.move(behind, moved)
             self._save(chain_log)
 
-    def _frame(self, entry: Entry) -> Frame | None:
-        frame = self._opened().read(entry.offset)
-        return frame if frame is not None and frame.kind is entry.kind else None
-
     # ------------------------------------------------------------ the vote journal
 
     def write_journal(self, journal: bytes) -> None:
@@ -508,11 +330,6 @@ class Store:
         return read_journal(self._directory / "journal")
 
     # ------------------------------------------------------------ inside
-
-    def _opened(self) -> ChainLog:
-        if self._log is None:
-            raise StoreError(f"the chain in {self._directory} is not open; call open() first")
-        return self._log
 
     def _write(self, kind: FrameKind, payload: bytes) -> int:
         return self._opened().append(kind, payload)
@@ -552,15 +369,6 @@ class Store:
                 agreed=base.state_hash.hex(),
             )
             self._index.learn(base.state_hash)
-
-    def _body(self, entry: Entry) -> bytes:
-        frame = self._frame(entry)
-        if frame is None:
-            raise StoreError(
-                f"the record of round {entry.round} at {entry.offset} of {self._directory / 'chain.log'} went bad on "
-                "disk; it is fetched again when a peer that has it is connected"
-            )
-        return frame.payload
 
     def _load(self, chain_log: ChainLog) -> int:
         """Where to read on in the log: behind what the checkpoint holds, or at the log's first frame."""

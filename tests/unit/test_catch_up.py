@@ -18,12 +18,14 @@ from run_samples import VALID
 
 from node.daemon import rpc
 from node.daemon.answers import Answers
-from node.daemon.catch_up import CatchUp, HeldState, WinnerGone, is_ahead
+from node.daemon.catch_up import CatchUp, HeldState, WinnerGone
+from node.daemon.chain_download import is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.store import Store
 from node.daemon.streams import RequestFailed
+from node.daemon.tips import ask_tips
 from node.engine import api
 from node.errors import AtollError
 from protocol import chain
@@ -391,17 +393,8 @@ def test_who_does_not_answer_holds_up_nobody(
     network = SlowPeers(stores[1], answers_after_s, lineages)
 
     async def ask() -> None:
-        catching = CatchUp(
-            rules=RULES,
-            manifest=VALID,
-            keyring=KEYRING,
-            network=cast(Network, network),
-            engine=cast(EngineClient, Engine()),
-            store=stores[0],
-            observations=Observations(),
-        )
         began_s = trio.current_time()
-        tips = await catching._ask_tips(lineage)
+        tips = await ask_tips(cast(Network, network), lineage)
         assert sorted(tip.peer for tip in tips) == sorted(heard)
         assert trio.current_time() - began_s == pytest.approx(took_s, abs=0.02)
 
