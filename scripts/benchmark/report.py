@@ -10,15 +10,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from node.errors import OperatorError
+from scripts import sections
 from scripts.benchmark.contestant import ENCODE, EXCHANGE
 from scripts.benchmark.record import CaseResult, Run
+from scripts.sections import DOCS, DOCUMENT
 
-DOCS = Path(__file__).parents[2] / "docs"
 RECORD = DOCS / "bench.json"
-DOCUMENT = DOCS / "results.md"
-BEGIN = "<!-- made by `scripts/bench_round --record`: begin -->"
-END = "<!-- made by `scripts/bench_round --record`: end -->"
+COMMAND = "scripts/bench_round --record"
 
 # ---------------------------------------------------------------- shown
 
@@ -168,14 +166,8 @@ def record(results: Iterable[CaseResult]) -> None:
 
 
 def with_section(text: str, made: str) -> str:
-    """`text` with what stands between the marks replaced; at its end if it has none."""
-    if BEGIN not in text:
-        return f"{text.rstrip()}\n\n{BEGIN}\n{made}{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise OperatorError(f"{DOCUMENT} has {BEGIN!r} without its end: write the line {END!r} behind the section")
-    return f"{before}{BEGIN}\n{made}{END}{after}"
+    """`text` with the section of this command replaced; at its end if it has none."""
+    return sections.with_section(text, COMMAND, made)
 
 
 def section(results: Sequence[CaseResult]) -> str:

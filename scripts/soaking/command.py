@@ -1,19 +1,24 @@
 """Real nodes under Poisson faults: killed in part or whole, frozen, cut off, leaving and joining (`scripts/soak`).
 
 Exit status: 0 when there was no fork, no hash mismatch, no exclusion that none of our events explains, all work is
-accounted for, everybody left in time, nothing stayed behind and all nodes ended on one lineage; else 1.
+accounted for, no process grows, no log holds a traceback, everybody was counted again and left in time, nothing stayed
+behind and all nodes ended on one lineage; else 1. Ctrl-C, or SIGTERM, ends it early with an account: 130.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import platform
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -26,13 +31,14 @@ from node.cli.local_swarm import SwarmFailed
 from node.errors import AtollError
 from node.manifest import rules_of
 from protocol.names import initial_lineage
-from scripts.soaking import show
+from scripts.soaking import record, show
 from scripts.soaking.accounts import read_account
 from scripts.soaking.bridge import Bridge, NoNamespaces
 from scripts.soaking.conduct import Conductor
-from scripts.soaking.judge import Report, judge
+from scripts.soaking.judge import Plan, forks, judge, live_work, work
+from scripts.soaking.report import Report
 from scripts.soaking.schedule import Happening, Kind, draw
-from scripts.soaking.swarm import SoakSwarm, environment_note, wait_ended
+from scripts.soaking.swarm import SoakSwarm, wait_ended
 from scripts.soaking.sweeper import Sweeper
 from scripts.soaking.watch import Watch
 
@@ -42,6 +48,8 @@ SETTLE_S = 180.0
 LEAVE_S = 10.0
 MEASURED_ROUNDS = 2
 LINE_EVERY_S = 10.0
+WRITE_EVERY_S = 30.0
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,15 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=options.json == Path("-"))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    guests = options.guests if options.guests is not None else max(1, options.nodes // 2)
     happenings = draw(
         seed=options.seed,
         length_s=options.minutes * 60,
         nodes=options.nodes,
-        guests=guests,
+        guests=options.guests,
         every_s=options.every,
         cuts=not options.no_namespaces,
-        kinds=tuple(Kind(kind) for kind in options.only or ()),
+        kinds=tuple(Kind(kind) for kind in options.only),
     )
     if options.schedule:
         for one in happenings:
@@ -68,13 +75,13 @@ def main(arguments: Sequence[str]) -> int:
     sweeper = Sweeper()
     bridge: Bridge | None = None
     try:
-        bridge = _bridge(options, guests, console)
+        bridge = _bridge(options, console)
         for name in bridge.all_namespaces if bridge is not None else ():
             sweeper.tell("namespace", name)
-        report = run(options, happenings, place, bridge, sweeper, console)
+        report = Soak(options, place, bridge, sweeper, console).run(happenings)
     except KeyboardInterrupt:
-        console.print("interrupted: everything is being ended")
-        return 130
+        console.print("interrupted again, or before the first event: everything is being ended")
+        return INTERRUPTED
     except AtollError as error:
         console.print(f"the soak could not be run: {error}", soft_wrap=True, highlight=False)
         return 1
@@ -85,12 +92,14 @@ def main(arguments: Sequence[str]) -> int:
         if not options.keep:
             shutil.rmtree(place, ignore_errors=True)
     show.show(report, console)
-    if options.json is not None:
-        data = msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(report), "failures": report.failures}))
-        if options.json == Path("-"):
-            sys.stdout.write(data.decode() + "\n")
+    write(report, options.json)
+    if options.record:
+        if report.failures:
+            console.print("it has failed, so it is not recorded")
         else:
-            write_atomically(data, options.json)
+            record.record(report)
+    if report.unfinished is not None:
+        return INTERRUPTED
     return 1 if report.failures else 0
 
 
@@ -117,24 +126,43 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="all nodes on loopback, without cuts; else root and `ip` are needed",
     )
-    parser.add_argument("--only", action="append", choices=[kind.value for kind in Kind], help="draw these kinds alone")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=[kind.value for kind in Kind], help="draw these kinds alone"
+    )
     parser.add_argument("--schedule", action="store_true", help="print the events and run nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the report; - for standard output")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="the report, also while it runs; - for standard output, at the end"
+    )
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="each process's memory and descriptors over time")
+    parser.add_argument("--record", action="store_true", help="put what passed into docs/soak.json and docs/results.md")
     parser.add_argument("--directory", type=Path, help="for the homes (default: a temporary one)")
     parser.add_argument("--keep", action="store_true", help="keep the homes")
     options = parser.parse_args(list(arguments))
     if options.nodes < 1 or options.minutes <= 0 or options.every <= 0 or (options.guests or 0) < 0:
         parser.error("--nodes, --minutes and --every must be above 0, --guests 0 or more")
+    if options.guests is None:
+        options.guests = max(1, options.nodes // 2)
+    options.command = shlex.join(["scripts/soak", *arguments])
     return options
 
 
-def _bridge(options: argparse.Namespace, guests: int, console: Console) -> Bridge | None:
+def write(report: Report, path: Path | None) -> None:
+    if path is None:
+        return
+    data = msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(report), "failures": report.failures}))
+    if path == Path("-"):
+        sys.stdout.write(data.decode() + "\n")
+    else:
+        write_atomically(data, path)
+
+
+def _bridge(options: argparse.Namespace, console: Console) -> Bridge | None:
     """None: on loopback. Raises `SwarmFailed` where the operator wants cuts and the machine gives none."""
     if options.no_namespaces:
         console.print("all nodes are on loopback: no cuts")
         return None
     try:
-        return Bridge(options.nodes + guests)
+        return Bridge(options.nodes + options.guests)
     except NoNamespaces as error:
         raise SwarmFailed(f"{error}; without cuts, on loopback: --no-namespaces") from error
 
@@ -142,68 +170,127 @@ def _bridge(options: argparse.Namespace, guests: int, console: Console) -> Bridg
 # ---------------------------------------------------------------- running
 
 
-def run(
-    options: argparse.Namespace,
-    happenings: tuple[Happening, ...],
-    place: Path,
-    bridge: Bridge | None,
-    sweeper: Sweeper,
-    console: Console,
-) -> Report:
-    """Raises `SwarmFailed` when the swarm does not come up, or never settles."""
-    machine = environment_note()
-    line = _line(console)
+class Soak:
+    """One soak. What it has seen is in `--json` every `WRITE_EVERY_S`, so that nothing ends it without an account."""
 
-    def swarm_in(folder: str, overrides: Sequence[str]) -> SoakSwarm:
-        (place / folder).mkdir(exist_ok=True)
-        return SoakSwarm(
-            place / folder,
-            nodes=options.nodes,
-            run=options.preset,
-            overrides=overrides,
-            bridge=bridge,
-            sweeper=sweeper,
-            report=console.print,
-        )
+    def __init__(
+        self, options: argparse.Namespace, place: Path, bridge: Bridge | None, sweeper: Sweeper, console: Console
+    ) -> None:
+        self._options = options
+        self._place = place
+        self._bridge = bridge
+        self._sweeper = sweeper
+        self._console = console
+        self._line = _line(console)
+        self._load = os.getloadavg()[1]
+        self._next_write_s = 0.0
 
-    overrides = list(options.set)
-    if options.round_seconds is not None:
-        with swarm_in("measuring", overrides) as first:
-            overrides.append(f"rounds.steps={measured_steps(first, options.round_seconds, console)}")
-        shutil.rmtree(place / "measuring", ignore_errors=True)
-    elif options.steps is not None:
-        overrides.append(f"rounds.steps={options.steps}")
-    with swarm_in("homes", overrides) as swarm:
-        swarm.start_all()
-        assert swarm.run is not None
-        swarm.wait(lambda: _all_counted(swarm), START_S, "every founder is counted")
-        watch = Watch(swarm, time.monotonic())
-        try:
-            conductor = Conductor(swarm=swarm, watch=watch, report=console.print)
-            conductor.begin(happenings)
-            while watch.now_s < options.minutes * 60 or conductor.busy:
-                conductor.turn()
-                line(conductor, options.minutes * 60)
-            settled = settle(conductor, line, options.minutes * 60)
+    def run(self, happenings: tuple[Happening, ...]) -> Report:
+        """Raises `SwarmFailed` when the swarm does not come up. The first Ctrl-C ends it early, with an account."""
+        with self._swarm_in("homes", self._overrides()) as swarm:
+            swarm.start_all()
+            assert swarm.run is not None
+            swarm.wait(lambda: _all_counted(swarm), START_S, "every founder is counted")
+            watch = Watch(swarm, time.monotonic(), self._options.samples)
+            conductor = Conductor(swarm=swarm, watch=watch, report=self._console.print)
+            unfinished: str | None = None
+            settled = False
+            try:
+                self._disturb(conductor, happenings)
+                settled = settle(conductor, self._line, self._length_s)
+            except KeyboardInterrupt:
+                unfinished = f"interrupted after {watch.now_s / 60:.1f} of {self._options.minutes:g} minutes"
+                self._console.print(f"{unfinished}: the nodes are being stopped; once more ends it without an account")
+            finally:
+                watch.close()
             seconds = watch.now_s
-            lineages = {status.lineage or "" for index, status in watch.latest.items() if swarm.nodes[index].running}
-        finally:
-            watch.close()
-        leave(swarm, conductor)
-        accounts = conductor.gone + [
-            account for node in swarm.nodes if (account := read_account(node.home)) is not None
-        ]
-        return judge(
+            lineages = {status.lineage for index, status in watch.latest.items() if swarm.nodes[index].running}
+            conductor.thaw_all()
+            leave(swarm, conductor)
+            accounts = conductor.gone + [
+                account for node in swarm.nodes if (account := read_account(node.home)) is not None
+            ]
+            for node in swarm.nodes:
+                conductor.said.read(node.home, f"node {node.index}")
+            first = initial_lineage(rules_of(swarm.run.manifest).run).hex()
+            return judge(
+                self._plan(swarm),
+                conductor,
+                seconds=seconds,
+                work_of_all=work(accounts),
+                forks_found=forks(accounts, {lineage for lineage, _ in watch.rounds}, first),
+                one_lineage=settled and len(lineages) == 1,
+                unfinished=unfinished,
+            )
+
+    @property
+    def _length_s(self) -> float:
+        return float(self._options.minutes * 60)
+
+    def _disturb(self, conductor: Conductor, happenings: tuple[Happening, ...]) -> None:
+        watch = conductor.watch
+        conductor.begin(happenings)
+        while watch.now_s < self._length_s or conductor.busy:
+            conductor.turn()
+            self._line(conductor, self._length_s)
+            if watch.now_s >= self._next_write_s:
+                self._next_write_s = watch.now_s + WRITE_EVERY_S
+                self._write_so_far(conductor)
+
+    def _write_so_far(self, conductor: Conductor) -> None:
+        if self._options.json in (None, Path("-")):
+            return
+        report = judge(
+            self._plan(conductor.swarm),
             conductor,
-            accounts,
+            seconds=conductor.watch.now_s,
+            work_of_all=live_work(conductor.watch.latest.values()),
+            forks_found=[],
+            one_lineage=True,
+            unfinished="it runs; forks are looked for in the nodes' chains at the end",
+        )
+        write(report, self._options.json)
+
+    def _plan(self, swarm: SoakSwarm) -> Plan:
+        assert swarm.run is not None
+        options = self._options
+        return Plan(
+            command=options.command,
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
             seed=options.seed,
             nodes=options.nodes,
-            seconds=seconds,
+            guests=options.guests,
+            every_s=options.every,
+            only=tuple(options.only),
+            preset=options.preset,
+            planned_minutes=options.minutes,
             steps=swarm.run.manifest.rounds.steps,
-            machine=machine,
-            network="on loopback, without cuts" if bridge is None else "a namespace a node",
-            first_lineage=initial_lineage(rules_of(swarm.run.manifest).run).hex(),
-            final_lineages=lineages if settled else {"not", "settled"},
+            machine=f"{os.cpu_count()} cores {platform.machine()}; load average {self._load:.1f} before, "
+            f"{os.getloadavg()[1]:.1f} at the end",
+            network="on loopback, without cuts" if self._bridge is None else "a namespace a node",
+        )
+
+    def _overrides(self) -> list[str]:
+        overrides = list(self._options.set)
+        if self._options.round_seconds is not None:
+            with self._swarm_in("measuring", overrides) as first:
+                steps = measured_steps(first, self._options.round_seconds, self._console)
+            overrides.append(f"rounds.steps={steps}")
+            shutil.rmtree(self._place / "measuring", ignore_errors=True)
+        elif self._options.steps is not None:
+            overrides.append(f"rounds.steps={self._options.steps}")
+        return overrides
+
+    def _swarm_in(self, folder: str, overrides: Sequence[str]) -> SoakSwarm:
+        (self._place / folder).mkdir(exist_ok=True)
+        return SoakSwarm(
+            self._place / folder,
+            nodes=self._options.nodes,
+            run=self._options.preset,
+            overrides=overrides,
+            bridge=self._bridge,
+            sweeper=self._sweeper,
+            report=self._console.print,
         )
 
 

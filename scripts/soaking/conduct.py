@@ -13,6 +13,7 @@ import psutil
 
 from node.cli.local_swarm import LocalNode
 from scripts.soaking.accounts import Account, read_account
+from scripts.soaking.said import Said
 from scripts.soaking.schedule import ROLES, Happening, Kind
 from scripts.soaking.swarm import SoakSwarm
 from scripts.soaking.watch import SeenRound, Watch
@@ -81,6 +82,10 @@ class Conductor:
     """Sentences about nodes that took too long to leave."""
     gone: list[Account] = field(default_factory=list)
     """Of guests whose home was given to another."""
+    said: Said = field(default_factory=Said)
+    """In the logs of guests whose home was given to another."""
+    _frozen: dict[int, list[psutil.Process]] = field(default_factory=dict)
+    """By node."""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _open: list[Struck] = field(default_factory=list)
@@ -129,8 +134,8 @@ class Conductor:
             self.at(happening.ends_s, lambda: self._start(index, struck))
         elif kind is Kind.FREEZE:
             self.watch.unseen.add(index)
-            stopped = self.swarm.freeze(index)
-            self.at(happening.ends_s, lambda: self._thaw(index, stopped, struck))
+            self._frozen[index] = self.swarm.freeze(index)
+            self.at(happening.ends_s, lambda: self._thaw(index, struck))
         elif kind is Kind.LEAVE:
             self._leave(index, lambda: self.at(happening.ends_s, lambda: self._start(index, struck)))
         elif kind is Kind.CUT:
@@ -149,8 +154,13 @@ class Conductor:
     def _over(self, struck: Struck) -> None:
         struck.ended_s = self.watch.now_s
 
-    def _thaw(self, index: int, stopped: list[psutil.Process], struck: Struck) -> None:
-        self.swarm.thaw(stopped)
+    def thaw_all(self) -> None:
+        """So that they can leave."""
+        for index in list(self._frozen):
+            self.swarm.thaw(self._frozen.pop(index))
+
+    def _thaw(self, index: int, struck: Struck) -> None:
+        self.swarm.thaw(self._frozen.pop(index, ()))
         self.watch.unseen.discard(index)
         self._over(struck)
 
@@ -199,8 +209,11 @@ class Conductor:
 
     def _move_in(self, happening: Happening) -> None:
         index = happening.node
-        if index < len(self.swarm.nodes) and (account := read_account(self.swarm.nodes[index].home)) is not None:
-            self.gone.append(account)
+        if index < len(self.swarm.nodes):
+            before = self.swarm.nodes[index]
+            if (account := read_account(before.home)) is not None:
+                self.gone.append(account)
+            self.said.read(before.home, f"node {index}, before {self.watch.now_s:.0f} s")
         node = self.swarm.make_guest(index)
         self._start(index, self._note(happening, node))
 

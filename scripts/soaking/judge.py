@@ -4,95 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from node.status import Status
 from scripts.soaking import slope
 from scripts.soaking.accounts import Account
 from scripts.soaking.conduct import Conductor, Struck
+from scripts.soaking.report import Recovery, Report, Work
 from scripts.soaking.schedule import Happening, Kind
 from scripts.soaking.slope import Slope
 from scripts.soaking.watch import SeenRound, Watch
 
 LAG_S = 0.5
 """From a commit at one node to when another has applied it: a round begins there so much later."""
-
-
-class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds until nodes contributed again, by kind of event."""
-
-    events: int
-    measured: int
-    """The others hit nothing, were overtaken by the next one, or did not recover before the end."""
-    median_s: float | None
-    worst_s: float | None
-    never: int
-    """Nodes that did not contribute again, though nothing more was done to them."""
-
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """In part-tokens."""
-
-    peer: str
-    produced: int
-    counted: int
-    carried: int
-    discarded: dict[str, int]
-    counted_by_chain: int
-
-    @property
-    def balanced(self) -> bool:
-        rest = self.produced - self.counted - self.carried - sum(self.discarded.values())
-        return rest == 0 and self.counted == self.counted_by_chain
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    seed: int
-    nodes: int
-    minutes: float
-    steps: int
-    machine: str
-    network: str
-    rounds: int
-    rounds_per_minute: float
-    round_s_median: float | None
-    round_s_worst: float | None
-    events: dict[str, int]
-    recoveries: dict[str, Recovery]
-    lineages: int
-    """One more than REFORMs that took effect."""
-    forks: list[str]
-    mismatches: list[str]
-    exclusions: dict[str, int]
-    """By reason, all of them."""
-    unexplained: list[str]
-    work: list[Work]
-    memory_mib_per_hour: dict[str, Slope | None]
-    descriptors_per_hour: dict[str, Slope | None]
-    validation_loss: float | None
-    ended: list[str]
-    late: list[str]
-    left_behind: list[str]
-    one_lineage: bool
-    unbalanced: dict[str, int]
-    """Peers of which a live status did not add up."""
-
-    @property
-    def failures(self) -> list[str]:
-        """Why this soak has failed; none: it has passed."""
-        problems = [f"fork: {fork}" for fork in self.forks]
-        problems += [f"hash mismatch: {mismatch}" for mismatch in self.mismatches]
-        problems += [f"unexplained exclusion: {one}" for one in self.unexplained]
-        problems += [f"work of {one.peer} is not accounted for: {one}" for one in self.work if not one.balanced]
-        problems += [f"a status of {peer} lacked {missing} part-tokens" for peer, missing in self.unbalanced.items()]
-        problems += self.late
-        problems += [f"left behind: {one}" for one in self.left_behind]
-        if not self.rounds:
-            problems.append("no round was committed")
-        if not self.one_lineage:
-            problems.append("the nodes did not end on one lineage")
-        return problems
 
 
 # ---------------------------------------------------------------- pieces
@@ -171,6 +97,7 @@ def work(accounts: Sequence[Account]) -> list[Work]:
     return [
         Work(
             peer=account.peer,
+            parts=account.work.parts,
             produced=account.work.produced,
             counted=account.work.counted,
             carried=account.work.carried,
@@ -194,23 +121,52 @@ def slopes(watch: Watch, values: str) -> dict[str, Slope | None]:
     }
 
 
+def live_work(statuses: Iterable[Status]) -> list[Work]:
+    """While the nodes run, by their own word alone."""
+    return [
+        Work(
+            peer=status.peer_id,
+            parts=status.work.exact.parts,
+            produced=status.work.exact.produced,
+            counted=status.work.exact.counted,
+            carried=status.work.exact.carried,
+            discarded=status.work.exact.discarded,
+            counted_by_chain=status.work.exact.counted,
+        )
+        for status in statuses
+    ]
+
+
 # ---------------------------------------------------------------- the whole
 
 
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for, and where it runs."""
+
+    command: str
+    date: str
+    seed: int
+    nodes: int
+    guests: int
+    every_s: float
+    only: tuple[str, ...]
+    preset: str
+    planned_minutes: float
+    steps: int
+    machine: str
+    network: str
+
+
 def judge(
+    plan: Plan,
     conductor: Conductor,
-    accounts: Sequence[Account],
     *,
-    seed: int,
-    nodes: int,
     seconds: float,
-    steps: int,
-    machine: str,
-    network: str,
-    first_lineage: str,
-    final_lineages: set[str],
+    work_of_all: list[Work],
+    forks_found: list[str],
+    one_lineage: bool,
+    unfinished: str | None,
 ) -> Report:
-    """`accounts`: of all homes at the end, and of guests whose homes were given away."""
     watch = conductor.watch
     lengths = [seen.seconds for seen in watch.rounds.values()]
     reasons: dict[str, int] = defaultdict(int)
@@ -220,32 +176,31 @@ def judge(
     happened = [one.happening for one in conductor.struck if not one.for_good]
     lineages = {lineage for lineage, _ in watch.rounds}
     return Report(
-        seed=seed,
-        nodes=nodes,
+        **msgspec.structs.asdict(plan),
         minutes=seconds / 60,
-        steps=steps,
-        machine=machine,
-        network=network,
+        unfinished=unfinished,
         rounds=len(watch.rounds),
-        rounds_per_minute=len(watch.rounds) / seconds * 60,
+        rounds_per_minute=len(watch.rounds) / seconds * 60 if seconds else 0.0,
         round_s_median=statistics.median(lengths) if lengths else None,
         round_s_worst=max(lengths, default=None),
         events=count(happened),
         recoveries=recoveries(conductor.struck),
-        lineages=len(lineages),
-        forks=forks(accounts, lineages, first_lineage),
+        reforms=max(0, len(lineages) - 1),
+        forks=forks_found,
         mismatches=mismatches(watch.rounds),
         exclusions=dict(reasons),
         unexplained=unexplained(watch.rounds, conductor.struck),
-        work=work(accounts),
+        work=work_of_all,
         memory_mib_per_hour=slopes(watch, "resident_bytes"),
         descriptors_per_hour=slopes(watch, "descriptors"),
         validation_loss=watch.validation[1] if watch.validation is not None else None,
-        ended=conductor.ended,
-        late=conductor.late,
-        left_behind=conductor.swarm.left_behind,
-        one_lineage=len(final_lineages) == 1,
-        unbalanced=watch.unbalanced,
+        ended=list(conductor.ended),
+        late=list(conductor.late),
+        left_behind=list(conductor.swarm.left_behind),
+        said=dict(conductor.said.loud),
+        broken=list(conductor.said.broken),
+        one_lineage=one_lineage,
+        unbalanced=dict(watch.unbalanced),
     )
 
 

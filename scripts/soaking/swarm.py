@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import time
@@ -157,8 +156,3 @@ def wait_ended(swarm: SoakSwarm, indices: Sequence[int], within_s: float) -> dic
             swarm.kill(index)
         swarm.look_for_survivors(processes[index])
     return took
-
-
-def environment_note() -> str:
-    """Cores and load at the start: figures of a busy machine say little."""
-    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -45,9 +47,10 @@ class Life:
 class Watch:
     """Call `look` often; it takes what has come and asks again."""
 
-    def __init__(self, swarm: SoakSwarm, clock_s: float) -> None:
-        """`clock_s`: the monotonic time that the soak counts from."""
+    def __init__(self, swarm: SoakSwarm, clock_s: float, samples: Path | None = None) -> None:
+        """`clock_s`: the monotonic time that the soak counts from. `samples`: gets every one, a line of JSON each."""
         self._swarm = swarm
+        self._samples = samples.open("w") if samples is not None else None
         self._began_s = clock_s
         self._began_unix_s = time.time() - (time.monotonic() - clock_s)
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="look")
@@ -142,10 +145,28 @@ class Watch:
                 continue
             for role, process in self._swarm.processes(node.index).items():
                 with contextlib.suppress(psutil.Error):
+                    resident_bytes, descriptors = process.memory_info().rss, process.num_fds()
                     life = self.lives.setdefault((process.pid, process.create_time()), Life(role=role))
                     life.times_s.append(self.now_s)
-                    life.resident_bytes.append(float(process.memory_info().rss))
-                    life.descriptors.append(float(process.num_fds()))
+                    life.resident_bytes.append(float(resident_bytes))
+                    life.descriptors.append(float(descriptors))
+                    self._write_sample(node.index, role, process.pid, resident_bytes, descriptors)
+        if self._samples is not None:
+            self._samples.flush()
+
+    def _write_sample(self, node: int, role: str, pid: int, resident_bytes: int, descriptors: int) -> None:
+        if self._samples is not None:
+            line = {
+                "at_s": round(self.now_s, 2),
+                "node": node,
+                "role": role,
+                "pid": pid,
+                "resident_bytes": resident_bytes,
+                "descriptors": descriptors,
+            }
+            self._samples.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
