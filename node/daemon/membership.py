@@ -69,6 +69,11 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     state_hash: Digest = b""
     tokens_per_s: float = 0.0
     links: dict[str, LinkSummary] = {}
+    """By `link_key` of the peer at the other end."""
+    up_bytes_s: float | None = None
+    """What this node's own line carries away, over all its links together; None: not measured yet."""
+    down_bytes_s: float | None = None
+    """What its line brings in, likewise."""
     reachable: bool | None = None
     """Whether somebody dialled it successfully; None: nobody tried yet."""
     lifetime_s: float = LIFETIME_S
@@ -117,7 +122,7 @@ def _check(record: MembershipRecord) -> None:
         raise StrangerError("a hash of the wrong length in a membership record")
     if not 0 < record.lifetime_s <= MAX_LIFETIME_S:
         raise StrangerError(f"a membership record that wants to live for {record.lifetime_s} s")
-    numbers = [record.tokens_per_s]
+    numbers = [record.tokens_per_s, record.up_bytes_s or 0.0, record.down_bytes_s or 0.0]
     for link in record.links.values():
         numbers += [link.round_trip_s, link.sent_bytes_s or 0.0, link.received_bytes_s or 0.0]
     if not all(math.isfinite(number) and number >= 0 for number in numbers):

@@ -85,6 +85,8 @@ def test_nobody_speaks_in_anothers_name() -> None:
         ({"lifetime_s": 1e9}, "wants to live"),
         ({"lifetime_s": float("nan")}, "wants to live"),
         ({"tokens_per_s": float("inf")}, "not finite"),
+        ({"up_bytes_s": float("nan")}, "not finite"),
+        ({"down_bytes_s": -1.0}, "negative"),
         ({"links": {"x": LinkSummary(float("nan"))}}, "not finite"),
         ({"links": {"x": LinkSummary(0.1, -5.0)}}, "negative"),
     ],
@@ -99,6 +101,17 @@ def test_absurd_records_are_refused(fields: dict[str, Any], says: str) -> None:
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(StrangerError):
         parse_record(data)
+
+
+def test_a_record_of_an_older_node_says_nothing_of_what_its_line_carries() -> None:
+    peer = Identity.generate()
+    fields = msgspec.to_builtins(record(peer), builtin_types=(bytes,))
+    del fields["up_bytes_s"], fields["down_bytes_s"]
+    body = msgspec.msgpack.encode(fields)
+    parsed, _, _ = parse_record(msgspec.msgpack.encode((body, peer.sign(body))))
+    assert parsed.peer_id == peer.peer_id
+    assert parsed.up_bytes_s is None
+    assert parsed.down_bytes_s is None
 
 
 def test_a_record_that_is_too_long_cannot_be_made() -> None:
