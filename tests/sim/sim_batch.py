@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,9 @@ def play_cells(cells: Iterable[Cell], *, jobs: int, within_s: float | None = Non
         yield from map(play_cell, work)
         return
     deadline_s = None if within_s is None else time.monotonic() + within_s
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    ) as pool:  # Ctrl-C is for who waits for them
         arriving = pool.imap_unordered(play_cell, work)
         for _ in work:
             yield arriving.next(None if deadline_s is None else max(0.1, deadline_s - time.monotonic()))

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shlex
 import sys
+import time
+from datetime import UTC, datetime
 
+import sim_record
 from sim_batch import Tally, cores, play_cells, replay_command, spread, table
 from sim_profiles import PROFILES, build, play
 from sim_sharing import shared_work
+
+PROGRESS_EVERY_S = 60.0
+INTERRUPTED = 130
 
 
 def say(text: str) -> None:
@@ -42,18 +51,51 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=cores(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, help="replay this one and print its trace")
     parser.add_argument("--tail", type=int, default=200, help="lines of the trace to print; 0: all")
+    parser.add_argument(
+        "--record", action="store_true", help="put the figures into docs/simulation.json and docs/results.md"
+    )
     given = parser.parse_args()
     if given.seed is not None:
         if given.profile == "all" or len(given.peers) > 1:
             parser.error("--seed needs one --profile and one number of --peers")
         return replay(given.profile, given.peers[0], given.seed, given.tail)
+    if given.record and given.profile != "all":
+        parser.error("--record is for all profiles together; leave --profile out")
+    return many(given)
+
+
+def many(given: argparse.Namespace) -> int:
+    """All that was asked for; Ctrl-C ends it with the figures of what was played."""
     chosen = list(PROFILES) if given.profile == "all" else [given.profile]
+    cells = spread(chosen, given.peers, given.seeds, given.first)
+    planned = sum(cell.count for cell in cells)
     tallies: list[Tally] = []
-    for tally in play_cells(spread(chosen, given.peers, given.seeds, given.first), jobs=given.jobs):
-        tallies.append(tally)
-        for seed, what in tally.failures:
-            say(f"{what}\nreplay: {replay_command(tally.profile, tally.peers, seed)}")
-    say(table(tallies))
+    told_s = time.monotonic()
+    interrupted = False
+    try:
+        for tally in play_cells(cells, jobs=given.jobs):
+            tallies.append(tally)
+            for seed, what in tally.failures:
+                say(f"{what}\nreplay: {replay_command(tally.profile, tally.peers, seed)}")
+            if time.monotonic() - told_s >= PROGRESS_EVERY_S:
+                told_s = time.monotonic()
+                sys.stderr.write(f"{sum(tally.schedules for tally in tallies):,} of {planned:,} schedules\n")
+    except KeyboardInterrupt:
+        interrupted = True
+        say(f"interrupted: {sum(tally.schedules for tally in tallies):,} of {planned:,} schedules were played")
+    if tallies:
+        say(table(tallies))
+    if interrupted:
+        return INTERRUPTED
+    if given.record:
+        batch = sim_record.Batch(
+            command=shlex.join(["scripts/simulate", *sys.argv[1:]]),
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            machine=f"{os.cpu_count()} cores {platform.machine()}",
+            sizes=(min(given.peers), max(given.peers)),
+            rows=sim_record.rows_of(tallies),
+        )
+        sim_record.record(batch)
     return 1 if any(tally.failures for tally in tallies) else 0
 
 

@@ -6,7 +6,10 @@ to replay it with its trace; `scripts/simulate` plays as many more as one likes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import sim_record
 from sim_batch import Cell, Tally, cores, play_cells, replay_command, spread
 from sim_profiles import PROFILES, build, play
 from sim_sharing import shared_work
@@ -85,3 +88,19 @@ def test_shared_work_changes_nothing() -> None:
     with shared_work():
         shared = trace()
     assert shared == trace()
+
+
+def test_a_record_names_what_was_played_and_what_failed() -> None:
+    tallies = list(play_cells([Cell(profile="calm", peers=3, first=0, count=2)], jobs=1))
+    failed = replace(tallies[0], profile="lossy", failures=((1, "two commits"),))
+    batch = sim_record.Batch(
+        command="scripts/simulate --seeds 4",
+        date="2026-12-01",
+        machine="2 cores",
+        sizes=(3, 3),
+        rows=sim_record.rows_of([failed, *tallies]),
+    )
+    made = sim_record.section([batch])
+    assert f"| 3 | 4 | {2 * tallies[0].commits:,} | {2 * tallies[0].events:,} | 1 |" in made
+    assert "| calm | 2 |" in made
+    assert "| lossy | 2 (**1**) |" in made
