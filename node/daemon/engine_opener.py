@@ -69,6 +69,7 @@ class EngineOpener:
             keep_snapshots=limits.keep_snapshots,
             disk_limit_bytes=self._settings.max_disk_bytes,
             threads=self._settings.threads,
+            engine=rounds.engine,
         )
         opened = await self._opened(engine, request, (handle.theta_fd, handle.momentum_fd, handle.delta_fd))
         self._network.membership.publish(

@@ -12,6 +12,7 @@ import trio
 
 from node.engine import api
 from node.engine.engine import Engine, Say
+from node.engine.engines import engine_named
 from node.engine.snapshots import SnapshotError
 from node.engine.state import StateError
 from node.ipc import FrameError, FrameStream
@@ -69,7 +70,7 @@ async def serve_daemon(sock: socket.socket) -> None:
 async def _open(request: api.Open, memory: tuple[int, ...], nursery: trio.Nursery, say: Say) -> Engine | None:
     engine: Engine | None = None
     try:
-        engine = Engine(request, memory, nursery, say)
+        engine = engine_named(request.engine)(request, memory, nursery, say)
         port = await engine.open()
     except (StateError, SnapshotError, ValueError, OSError, ssl.SSLError) as error:
         if engine is not None:
