@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from protocol import chain, grouping, planning, validity
+from protocol import chain, planner, planning, validity
 from protocol.chain import ChainState
 from protocol.messages import Evidence, Join, Leave, Ready, Roster, Signed
 from protocol.names import PeerId
+from protocol.planner import NOTHING_KNOWN, Outlook
 from protocol.rules import Rules
 
 JOINS_KEPT = 64
@@ -166,12 +167,13 @@ class Assembly:
         absent: Collection[PeerId],
         evidence: tuple[Evidence, ...] = (),
         stretch: float = 1.0,
+        outlook: Outlook = NOTHING_KNOWN,
     ) -> Roster | None:
         """The roster of `attempt` from what is here, or None while too few are ready.
 
         Leaving peers, and those that `evidence` catches, stay out unless their votes are needed for the quorum; absent
         ones, and then those caught, stand in it without a slot. The exchange is given `stretch` times what its plan
-        predicts.
+        predicts; it follows what `outlook` knows of the peers' links.
         """
         caught = {piece.culprit for piece in evidence}
         peers = sorted(peer for peer in self.readys if peer not in leaves and peer not in caught)
@@ -198,7 +200,7 @@ class Assembly:
         for roster in (common, replace(common, absent=0)):
             contributing = planning.contributing_of(roster, self.rules)
             if contributing.bit_count() >= max(1, self.rules.min_peers):
-                return self._with_plan(roster, contributing, stretch)
+                return self._with_plan(roster, contributing, stretch, outlook)
         changes = common.joins or common.evidence
         return replace(common, absent=0) if changes and contributing.bit_count() < self.rules.min_peers else None
 
@@ -206,12 +208,10 @@ class Assembly:
         """Those who asked first, as far as there is room for members."""
         return list(self.joins)[: validity.room_for_joins(self.state)]
 
-    def _with_plan(self, roster: Roster, contributing: int, stretch: float) -> Roster:
-        plan = grouping.plan_for(roster, contributing, self.rules)
-        dealt = planning.deal(roster.base.digest(), self.rules.part_count, plan)
-        predicted_s = planning.level_durations(plan, contributing, dealt, self.rules)
-        durations_s = planning.stretched(predicted_s, stretch, self.rules)
-        return replace(roster, plan=plan, durations_s=durations_s)
+    def _with_plan(self, roster: Roster, contributing: int, stretch: float, outlook: Outlook) -> Roster:
+        planned = planner.make_plan(roster, contributing, self.rules, outlook)
+        durations_s = planning.stretched(planned.durations_s, stretch, self.rules)
+        return replace(roster, plan=planned.plan, durations_s=durations_s)
 
 
 def absent_after(roster: Roster, bitmaps: Collection[int], live: Collection[PeerId]) -> set[PeerId]:

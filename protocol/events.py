@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from protocol.lineages import Place, Position
+from protocol.links import Reports
 from protocol.messages import Commit, Evidence, PartHeader, Reformed, Roster, Signed, UnitRange
 from protocol.names import Base, Digest, PeerId
 
@@ -54,11 +55,18 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksChanged:
-    """Byte limits of the operator and edges that failed in the last 8 rounds."""
+    """Byte limits of the operator, and peers to avoid beside those with which an exchange failed here."""
 
     upload_limit_bytes: int
     download_limit_bytes: int
     failed_edges: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportsChanged:
+    """The newest table of what peers report of their links. A coordinator plans by it; it decides nothing else."""
+
+    reports: Reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +166,7 @@ Event: TypeAlias = (
     | TrainerProgress
     | Frozen
     | LinksChanged
+    | ReportsChanged
     | HeaderDraft
     | PartHeld
     | ExchangeEnded

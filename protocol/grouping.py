@@ -12,7 +12,7 @@ Shapes: `n` READYs, `g` groups, `s` shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.messages import Roster
@@ -27,9 +27,14 @@ LIMITS_TRIED = 4
 
 
 def plan_for(draft: Roster, contributing: int, rules: Rules) -> Plan:
-    """The plan of a roster that has none yet; the bitmap `contributing` names its READYs with a slot.
+    """The plan of a roster that has none yet, with equal shares; `contributing`: bitmap of its READYs with a slot."""
+    return within_limits(draft, contributing, rules, lambda leading: _plan(draft, contributing, leading, rules))
 
-    Whom its limits allow no more has no shard and no group, as long as others are left to take them.
+
+def within_limits(draft: Roster, contributing: int, rules: Rules, make: Callable[[int], Plan]) -> Plan:
+    """A plan in which whom its limits allow no more has no shard and no group, as long as others are left to take them.
+
+    `make`: a plan for a bitmap of READYs that may have some.
     """
     limited = sum(
         1 << index
@@ -38,7 +43,7 @@ def plan_for(draft: Roster, contributing: int, rules: Rules) -> Plan:
     )
     leading = (1 << len(draft.readys)) - 1
     for trial in range(LIMITS_TRIED + 1):
-        plan = _plan(draft, contributing, leading, rules)
+        plan = make(leading)
         over = sum(1 << index for index in over_limits(draft, plan, contributing, rules)) & leading
         spared = leading & ~(over if trial + 1 < LIMITS_TRIED else limited)
         if not over or not spared & contributing:

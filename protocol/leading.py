@@ -63,7 +63,12 @@ class Leader:
         evidence = record.standing.docket.for_roster(carried=carried)
         stretch = record.standing.pace.stretch * 2 ** min(record.failed_exchanges(record.attempt), 16)
         roster = record.assembly.roster(
-            attempt=record.attempt, leaves=leaves, absent=absent, evidence=evidence, stretch=stretch
+            attempt=record.attempt,
+            leaves=leaves,
+            absent=absent,
+            evidence=evidence,
+            stretch=stretch,
+            outlook=record.outlook(),
         )
         if roster is None:
             return False

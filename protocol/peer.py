@@ -34,6 +34,7 @@ from protocol.events import (
     PartsFetched,
     Persist,
     Received,
+    ReportsChanged,
     StorageAble,
     TrainerProgress,
 )
@@ -170,6 +171,9 @@ class PeerMachine:
                 self.standing.upload_limit_bytes = event.upload_limit_bytes
                 self.standing.download_limit_bytes = event.download_limit_bytes
                 self.standing.failed_edges = event.failed_edges
+            case ReportsChanged():
+                self.standing.reports = event.reports
+                return False
             case StorageAble():
                 self.standing.able = event.able
                 self.announcer.at_once()

@@ -191,7 +191,7 @@ def _load(plan: Plan, contributing: int, dealt: tuple[int, ...], rules: Rules) -
     encoded, summed = (
         _bytes_of_shards(codec(name), counts, dealt[-1], rules) for name in (rules.codec, rules.sum_codec)
     )
-    edges = _Edges(plan, contributing)
+    edges = Edges(plan, contributing)
     sent, received = np.zeros((2, edges.peers), np.int64)
     np.add.at(sent, edges.parent, encoded[edges.shard])
     np.add.at(received, edges.child, encoded[edges.shard])
@@ -211,7 +211,7 @@ def _bytes_of_shards(one: Codec, counts: npt.NDArray[np.int64], last: int, rules
     return size
 
 
-class _Edges:
+class Edges:
     """All edges [e] of all trees of a plan at once: `Tree` for arithmetic over a thousand READYs."""
 
     def __init__(self, plan: Plan, contributing: int) -> None:
@@ -259,7 +259,7 @@ def over_limits(roster: Roster, plan: Plan, contributing: int, rules: Rules) -> 
 
 def level_count(plan: Plan, contributing: int) -> int:
     """Levels at which sums are made: 0 for a READY alone, 1 for a flat plan, up to `MAX_DEPTH`."""
-    return _Edges(plan, contributing).levels
+    return Edges(plan, contributing).levels
 
 
 def level_durations(
@@ -268,23 +268,19 @@ def level_durations(
     dealt: Sequence[int],
     rules: Rules,
     *,
-    rates: Sequence[tuple[float, float]] | None = None,
+    transfer_s: float | None = None,
     latency_s: float = 0.0,
 ) -> tuple[float, ...]:
     """Durations for a roster, from one's own receipt of it: when each level closes its last part, lowest level first;
     then, as the last entry, when the last part must have come down. So one more entry than levels.
 
-    `rates` [n]: measured bytes/s (up, down) of each READY; None: `ASSUMED_RATE_BYTES_S`. `latency_s`: the slowest
-    round trip among them. Parts follow one another up the levels and down again, so the links' time is spent once, and
-    each level adds one step.
+    `transfer_s`: what the bytes take at measured rates (`protocol.planner`); None: at `ASSUMED_RATE_BYTES_S`.
+    `latency_s`: the slowest round trip among the READYs. Parts follow one another up the levels and down again, so the
+    links' time is spent once, and each level adds one step.
     """
     load = _load(plan, contributing, tuple(dealt), rules)
-    if rates is None:
-        rates = [(ASSUMED_RATE_BYTES_S, ASSUMED_RATE_BYTES_S)] * len(load.traffic)
-    transfer_s = max(
-        max(one.sent / max(up, 1.0), one.received / max(down, 1.0))
-        for one, (up, down) in zip(load.traffic, rates, strict=True)
-    )
+    if transfer_s is None:
+        transfer_s = max(max(one.sent, one.received) for one in load.traffic) / ASSUMED_RATE_BYTES_S
     first = min(max(rules.level_min_s, DURATION_MARGIN * transfer_s + 3 * latency_s), rules.level_max_s)
     step = min(max(rules.level_min_s, 2 * latency_s), rules.level_max_s)
     wanted = (first + level * step for level in range(load.levels + 1))

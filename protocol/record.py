@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from protocol import chain, planning, wire
+from protocol import chain, planner, planning, wire
 from protocol.assembly import Assembly
 from protocol.candidates import Candidate, Headers, roots_of
 from protocol.chain import ChainState
 from protocol.journal import Journal, LockedOn, OwnVote, ValidValue
 from protocol.messages import Certificate, Commit, Fetch, PartHeader, Proposal, Ready, Roster, Signed, Vote
 from protocol.names import Digest, PeerId
+from protocol.planner import Outlook
 from protocol.standing import Standing
 from protocol.votes import ATTEMPTS_KEPT, Agreement, Lock
 
@@ -239,8 +240,8 @@ class Record:
         if roster.plan is None:
             return
         contributing = planning.contributing_of(roster, self.rules)
-        dealt = planning.deal(roster.base.digest(), self.rules.part_count, roster.plan)
-        predicted_s = planning.level_durations(roster.plan, contributing, dealt, self.rules)[-1]
+        terrain = self.outlook().terrain(roster)
+        predicted_s = planner.predicted_durations(roster.plan, roster, contributing, self.rules, terrain)[-1]
         whole = all(header is not None and header.message.bitmap == contributing for header in commit.headers)
         self.standing.pace.learn_exchange(
             given_s=roster.durations_s[-1],
@@ -248,6 +249,10 @@ class Record:
             took_s=candidate.held_s - candidate.seen_s if whole and candidate.held_s is not None else None,
             failed_before=self.failed_exchanges(roster.attempt) > 0,
         )
+
+    def outlook(self) -> Outlook:
+        """What I know of the peers' links now."""
+        return Outlook(reports=self.standing.reports, nils=self.agreement.failed_edges())
 
     @staticmethod
     def held_parts(candidate: Candidate) -> set[int]:

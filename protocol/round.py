@@ -197,7 +197,7 @@ class Round(Record):
             units_wanted=event.units_wanted,
             upload_limit_bytes=self.standing.upload_limit_bytes,
             download_limit_bytes=self.standing.download_limit_bytes,
-            failed_edges=self.standing.failed_edges[:EDGES_MAX],
+            failed_edges=self.standing.avoided(self.base.round)[:EDGES_MAX],
             parts_root=event.parts_root,
         )
         if self.my_ready is None or (ready.contributes and not self.my_ready.message.contributes):
@@ -235,6 +235,7 @@ class Round(Record):
 
     def on_exchange_ended(self, event: ExchangeEnded) -> None:
         self.unreachable.update(event.failed_edges)
+        self.standing.failures.note(event.failed_edges, self.base.round)
         candidate = self.candidates.get(event.roster_id)
         if candidate is not None:
             candidate.ended = True

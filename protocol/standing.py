@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from protocol.assembly import Pace
 from protocol.chain import ChainState
 from protocol.docket import Docket
+from protocol.links import NO_REPORTS, Reports
 from protocol.names import Base, PeerId
 from protocol.outbox import Outbox
 from protocol.presence import Heard, Presence
 from protocol.rules import Rules
 
 T = TypeVar("T")
+
+AVOIDED_ROUNDS = 8
+"""For so many rounds after an exchange between two failed plans do without one (design section 7)."""
 
 
 @dataclass(slots=True)
@@ -63,6 +67,22 @@ class Derived(Generic[T]):
         return answer
 
 
+class Failures:
+    """Peers with which an exchange failed here, for `AVOIDED_ROUNDS`."""
+
+    def __init__(self) -> None:
+        self._last: dict[PeerId, int] = {}
+        """Peer → round of the newest failure."""
+
+    def note(self, peers: Iterable[PeerId], round_number: int) -> None:
+        self._last |= dict.fromkeys(peers, round_number)
+
+    def since(self, round_number: int) -> tuple[PeerId, ...]:
+        """Those that are to be avoided in this round, newest failures first."""
+        self._last = {peer: at for peer, at in self._last.items() if round_number - at <= AVOIDED_ROUNDS}
+        return tuple(sorted(self._last, key=lambda peer: (-self._last[peer], peer)))
+
+
 @dataclass(slots=True, kw_only=True)
 class Standing:
     me: PeerId
@@ -91,10 +111,17 @@ class Standing:
     upload_limit_bytes: int = 0
     download_limit_bytes: int = 0
     failed_edges: tuple[PeerId, ...] = ()
+    failures: Failures = field(default_factory=lambda: Failures())
+    reports: Reports = field(default_factory=lambda: NO_REPORTS)
+    """What peers say of their links."""
     fresh: Mapping[PeerId, Heard] = field(default_factory=dict)
     """Everyone else heard of late, as of the event in hand."""
     _members: Derived[frozenset[PeerId]] = field(default_factory=lambda: Derived())
     _live: Derived[tuple[set[PeerId], set[PeerId]]] = field(default_factory=lambda: Derived())
+
+    def avoided(self, round_number: int) -> tuple[PeerId, ...]:
+        """Whom I could not exchange with lately, the newest first."""
+        return tuple(dict.fromkeys((*self.failures.since(round_number), *self.failed_edges)))
 
     def on_base(self, base: Base) -> set[PeerId]:
         """Peers heard on exactly this base, and not leaving."""

@@ -94,6 +94,15 @@ class Agreement:
         cast = self._votes.get((attempt, phase))
         return None if cast is None else cast.get(sender)
 
+    def failed_edges(self) -> dict[PeerId, set[PeerId]]:
+        """Electors → peers that their NILs name: exchanges with those failed."""
+        named: dict[PeerId, set[PeerId]] = {}
+        for cast in self._votes.values():
+            for sender, signed in cast.items():
+                if signed.message.failed_edges:
+                    named.setdefault(sender, set()).update(signed.message.failed_edges)
+        return named
+
     def cast(self, attempt: int, phase: int) -> int:
         """How many have voted."""
         cast = self._votes.get((attempt, phase))

@@ -21,6 +21,7 @@ from node.daemon.chain_download import is_ahead
 from node.daemon.engine_client import EngineClient, EngineFailed, EngineGone
 from node.daemon.lineage_leaving import give_up_left
 from node.daemon.lineage_probe import learn_lineage
+from node.daemon.link_reports import keep_reports
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.outcomes import Behind, Corrupt, Fallen, Outcome, Over, Refused
@@ -136,6 +137,7 @@ class Driver:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._from_network)
+            nursery.start_soon(keep_reports, self._network.membership, self.post)
             while self._outcome is None:
                 self._observations.phase = self.machine.phase
                 self._auditor.exchanging = self.machine.phase in BUSY_PHASES

@@ -143,11 +143,11 @@ def test_durations_follow_rates_and_levels_and_never_fall_below_the_least() -> N
     traffic = bytes_of(plan, 0b11, dealt, big)
     assumed = level_durations(plan, 0b11, dealt, big)
     assert assumed == pytest.approx([2 * traffic[0].sent / ASSUMED_RATE_BYTES_S + step for step in (0, 0.5)])
-    slow = level_durations(plan, 0b11, dealt, big, rates=[(1e6, 1e6), (1e6, 1e5)])
+    slow = level_durations(plan, 0b11, dealt, big, transfer_s=traffic[1].received / 1e5)
     assert slow == pytest.approx([2 * traffic[1].received / 1e5 + step for step in (0, 0.5)])
-    far = level_durations(plan, 0b11, dealt, big, rates=[(1e12, 1e12)] * 2, latency_s=2.0)
+    far = level_durations(plan, 0b11, dealt, big, transfer_s=0.0, latency_s=2.0)
     assert far == pytest.approx((6, 10), abs=0.01)
-    stuck = level_durations(plan, 0b11, dealt, big, rates=[(0.0, 0.0)] * 2)
+    stuck = level_durations(plan, 0b11, dealt, big, transfer_s=1e9)
     assert stuck[0] == big.level_max_s
     assert level_durations(flat_plan(1, 1), 1, (0,) * 100, big) == (0.5,)
     for given in (assumed, slow, far, stuck):

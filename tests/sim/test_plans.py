@@ -1,0 +1,65 @@
+"""Plans from measured links, played by whole swarms: what is known of links changes plans, and no invariant."""
+
+from __future__ import annotations
+
+from sim_model import make_rules
+from sim_profiles import peer_names
+from sim_weather import Weather
+from sim_world import World
+
+from protocol import chain
+from protocol.candidates import roots_of
+from protocol.events import ExchangeEnded, ReportsChanged
+from protocol.links import Report, Reports
+from protocol.names import PeerId
+from protocol.standing import AVOIDED_ROUNDS
+
+STILL = Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0))
+
+
+def swarm(peers: int, reports: Reports | None = None) -> World:
+    world = World(seed=1, rules=make_rules(peer_names(peers)), weather=STILL, trace=True)
+    for node in world.nodes.values():
+        node.start()
+        if reports is not None:
+            node.feed(ReportsChanged(reports=reports))
+    return world
+
+
+def run_to(world: World, round_: int) -> None:
+    world.run(world.now_s + 120.0, stop=lambda: world.together(round_))
+    assert world.together(round_)
+
+
+def roots_by_round(world: World) -> list[set[PeerId]]:
+    commits = world.nodes["PeerA"].committed
+    return [set(roots_of(commit.roster.message, world.rules)) for commit in commits]
+
+
+def test_a_slow_uplink_is_the_root_of_nothing_and_counted_like_the_others() -> None:
+    reports = {peer: Report(up_bytes_s=1e5 if peer == "PeerC" else 1e7, down_bytes_s=1e7) for peer in peer_names(4)}
+    world = swarm(4, reports)
+    run_to(world, 4)
+    for roots, commit in zip(roots_by_round(world), world.nodes["PeerA"].committed, strict=True):
+        assert roots == {"PeerA", "PeerB", "PeerD"}
+        assert commit.roster.message.attempt == 0
+        assert chain.counted_bits(commit.headers) == 0b1111
+
+
+def test_edges_that_failed_are_avoided_for_eight_rounds_and_then_tried_again() -> None:
+    world = swarm(5)
+    run_to(world, 1)
+    # Nodes that have not applied the first commit yet say so in the round after it.
+    for one, other in (("PeerA", "PeerB"), ("PeerB", "PeerA")):
+        world.nodes[one].feed(ExchangeEnded(roster_id=b"gone by now", failed_edges=(other,)))
+    run_to(world, AVOIDED_ROUNDS + 8)
+    avoided = [not roots & {"PeerA", "PeerB"} for roots in roots_by_round(world)]
+    first = avoided.index(True)
+    assert 1 <= first <= 2
+    assert all(avoided[first : first + AVOIDED_ROUNDS])
+    assert not all(avoided[first + AVOIDED_ROUNDS :])
+    for commit in world.nodes["PeerA"].committed:
+        named = [ready.message.failed_edges for ready in commit.roster.message.readys]
+        round_ = commit.roster.message.base.round
+        assert any(named) == (first <= round_ <= first + AVOIDED_ROUNDS)
+        assert chain.counted_bits(commit.headers) == 0b11111
