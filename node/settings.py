@@ -32,6 +32,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Multiaddrs of the control plane (TCP)."""
     announce: tuple[str, ...] = ()
     """Multiaddrs told to others instead of what was found by itself."""
+    announce_data: tuple[str, ...] = ()
+    """`HOST:PORT` told to others for the data channels, instead of the announced hosts with this node's data port."""
     data_port: int = 0
     """TCP port of the data channels, on the host of the first `listen`; 0: any free one."""
     http: str = "off"

@@ -131,6 +131,19 @@ class AuditStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
 
 
+class ReachStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether peers can dial this node, as they found when they tried (`node.daemon.reachability`)."""
+
+    control: bool | None = None
+    """The port of `--listen`; None: nobody has tried yet."""
+    data: bool | None = None
+    """The port of `--data-port`, likewise."""
+    seen_at: str | None = None
+    """The IP address from which peers see it come."""
+    advice: str = ""
+    """What to do, in one sentence, when it is not reachable."""
+
+
 class LostLineage(msgspec.Struct, frozen=True, kw_only=True):
     """A lineage that this node was on, that lost against another, and was given up (protocol section 10)."""
 
@@ -196,6 +209,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Newest last, at most `MAX_HISTORY_ROUNDS`."""
     trainer: TrainerStatus = TrainerStatus()
     work: WorkStatus = WorkStatus()
+    reach: ReachStatus = ReachStatus()
     parameters: int = 0
     """Elements of the outer state's vector."""
     disk_bytes: int = 0

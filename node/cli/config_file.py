@@ -13,6 +13,7 @@ TEMPLATE = """\
 # listen = ["/ip4/0.0.0.0/tcp/4001"]      # the control plane; a fixed port for a firewall or a router
 # data_port = 4002                        # the data channels; 0: any
 # announce = ["/dns4/node.example.org/tcp/4001"]
+# announce_data = ["node.example.org:4002"]   # only if the router's port is another than data_port
 # http = "127.0.0.1:8080"                 # status and Prometheus metrics; "off"
 # device = "auto"                         # auto, cpu, cuda, cuda:1, or none: a trainer of yours attaches
 # name = "garage"                         # what people call this machine

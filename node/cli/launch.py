@@ -16,7 +16,7 @@ from node.artifacts import write_atomically
 from node.cli import runs
 from node.cli.options import OperatorSettings
 from node.cli.runs import HomeRun
-from node.daemon.addresses import Address, check_can_listen, parse_own_address, parse_peer_address
+from node.daemon.addresses import Address, check_can_listen, parse_host_port, parse_own_address, parse_peer_address
 from node.daemon.identity import ensure_identity
 from node.errors import OperatorError
 from node.home import Home
@@ -55,6 +55,8 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
     join = [parse_peer_address(text) for text in operator.join]
     for text in operator.announce:
         parse_own_address(text, "--announce")
+    for text in operator.announce_data:
+        parse_host_port(text, "--announce-data")
     listen = _listen_addresses(home, operator)
     _check_ports(operator, listen)
     ensure_identity(home)
@@ -70,6 +72,7 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
         join=tuple(str(address) for address in join),
         listen=tuple(str(address) for address in listen),
         announce=operator.announce,
+        announce_data=operator.announce_data,
         data_port=operator.data_port,
         http=operator.http,
         device=operator.device,

@@ -39,6 +39,14 @@ ListenOption = Annotated[
 AnnounceOption = Annotated[
     Strings, typer.Option("--announce", metavar="MULTIADDR", help="What to tell others instead. Repeatable.")
 ]
+AnnounceDataOption = Annotated[
+    Strings,
+    typer.Option(
+        "--announce-data",
+        metavar="HOST:PORT",
+        help="Likewise for --data-port, if a router forwards another. Repeatable.",
+    ),
+]
 DataPortOption = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--data-port", metavar="PORT", help="TCP port of the data channels; 0: any."),
@@ -157,6 +165,7 @@ def daemon(
     join: JoinOption = None,
     listen: ListenOption = None,
     announce: AnnounceOption = None,
+    announce_data: AnnounceDataOption = None,
     data_port: DataPortOption = None,
     http: HttpOption = None,
     device: DeviceOption = None,
@@ -178,6 +187,7 @@ def daemon(
         join=join,
         listen=listen,
         announce=announce,
+        announce_data=announce_data,
         data_port=data_port,
         http=http,
         device="none" if no_trainer else device,
@@ -197,6 +207,7 @@ def join_(
     address: Annotated[list[str], typer.Argument(metavar="MULTIADDR...", help="Addresses of members of the run.")],
     listen: ListenOption = None,
     announce: AnnounceOption = None,
+    announce_data: AnnounceDataOption = None,
     data_port: DataPortOption = None,
     http: HttpOption = None,
     device: DeviceOption = None,
@@ -220,6 +231,7 @@ def join_(
         join=address,
         listen=listen,
         announce=announce,
+        announce_data=announce_data,
         data_port=data_port,
         http=http,
         device="none" if no_trainer else device,

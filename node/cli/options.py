@@ -58,6 +58,7 @@ class OperatorSettings(BaseSettings):
     join: Words = ()
     listen: Words = ()
     announce: Words = ()
+    announce_data: Words = ()
     data_port: int = Field(0, ge=0, le=65_535)
     http: str = "off"
     device: str = Field("auto", pattern=r"^(auto|cpu|none|cuda(:[0-9]+)?)$")

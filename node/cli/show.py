@@ -95,6 +95,8 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
     resident = "  ".join(f"{name} {human(size)}" for name, size in status.resident_bytes.items())
     table.add_row("memory", resident or "-")
     table.add_row("disk", human(status.disk_bytes))
+    if status.reach.control is not None or status.reach.data is not None:
+        table.add_row("reachable", status.reach.advice or "yes")
     table.add_row("peer id", status.peer_id)
     for address in addresses:
         table.add_row("join by", address)

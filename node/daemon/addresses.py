@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import trio
 
 from node.daemon.identity import is_peer_id
+from node.engine.handshake import split_address
 from node.errors import OperatorError, StrangerError
 from protocol.names import PeerId
 
@@ -118,6 +119,15 @@ def parse_own_address(text: str, flag: str) -> Address:
     if flag == "--announce" and address.port == 0:
         raise OperatorError(f"{flag} {text!r} cannot be used: name the port that peers shall dial.")
     return address.of(None)
+
+
+def parse_host_port(text: str, flag: str) -> str:
+    """An operator's `HOST:PORT`. Raises `OperatorError`."""
+    try:
+        host, port = split_address(text)
+    except ValueError as error:
+        raise OperatorError(f"{flag} {text!r} cannot be used: {error}.") from None
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_strangers_addresses(texts: Iterable[str], peer_id: PeerId) -> list[Address]:

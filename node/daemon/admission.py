@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -22,6 +22,8 @@ class Admission:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.may_look: Callable[[str], bool] = lambda _: False
+        """Whether who connects from an address and hangs up in the handshake is no trouble worth telling."""
         self._pending: dict[str, deque[trio.CancelScope]] = {}
         self._settled: Counter[str] = Counter()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import trio
@@ -26,6 +27,7 @@ class Answers:
         network.serve(rpc.TIP, self._tip)
         network.serve(rpc.CHAIN, self._chain)
         network.serve(rpc.DATA_TOKEN, self._token)
+        network.serve(rpc.DATA_CALL, partial(self._call, network))
 
     async def _tip(self, peer: str, payload: bytes) -> bytes:
         base = self._store.state.base
@@ -60,11 +62,25 @@ class Answers:
         return rpc.encode(rpc.ChainPage(known=True, records=tuple(records), more=more))
 
     async def _token(self, peer: str, payload: bytes) -> bytes:
+        token = secrets.token_bytes(rpc.TOKEN_BYTES)
+        await self._ask_engine(
+            lambda engine: engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+        )
+        return token
+
+    async def _call(self, network: Network, peer: str, payload: bytes) -> bytes:
+        """The engine dials where the peer's own record says, no more often than it allows itself."""
+        if peer not in network.peers or peer not in network.membership.records:
+            raise AtollError("only a peer of the run, with a membership record, is dialled on its wish")
+        if len(payload) != rpc.TOKEN_BYTES:
+            raise AtollError(f"a wish to be dialled has a token of {rpc.TOKEN_BYTES} bytes, not {len(payload)}")
+        await self._ask_engine(lambda engine: engine.call(peer_id=peer, token=payload))
+        return b""
+
+    async def _ask_engine(self, ask: Callable[[EngineClient], Awaitable[object]]) -> None:
         if self.engine is None:
             raise AtollError("the engine of this node is not running; try again in a moment")
-        token = secrets.token_bytes(rpc.TOKEN_BYTES)
         try:
-            await self.engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+            await ask(self.engine)
         except EngineGone as error:
             raise AtollError("the engine of this node has just ended; try again in a moment") from error
-        return token

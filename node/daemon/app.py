@@ -53,6 +53,7 @@ async def run_node(settings: DaemonSettings) -> None:
                 home=home,
                 listen=settings.listen,
                 announce=settings.announce,
+                announce_data=settings.announce_data,
                 bootstrap=settings.join,
                 run_id=settings.run_digest,
                 version=node.__version__,

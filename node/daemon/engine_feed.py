@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -47,6 +48,8 @@ class EngineFeed:
                 match event:
                     case api.TokenWanted():
                         nursery.start_soon(self._fetch_token, engine, event.peer_id)
+                    case api.CallWanted():
+                        nursery.start_soon(self._have_call, engine, event.peer_id)
                     case api.HeaderWanted():
                         self._post(
                             events.HeaderDraft(
@@ -95,6 +98,22 @@ class EngineFeed:
         except (EngineFailed, trio.BrokenResourceError) as error:
             log.debug("the engine did not take a token", peer=peer_id, why=str(error))
 
+    async def _have_call(self, engine: EngineClient, peer_id: str) -> None:
+        """Ask the peer's daemon to have its engine dial this node's."""
+        token, failure = secrets.token_bytes(rpc.TOKEN_BYTES), ""
+        try:
+            await engine.accept_token(peer_id=peer_id, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+            await self._network.request(peer_id, rpc.DATA_CALL, token, timeout_s=rpc.TOKEN_EXPIRES_S / 2)
+        except RequestFailed as error:
+            failure = str(error)
+        except (EngineFailed, trio.BrokenResourceError) as error:
+            log.debug("the engine did not take a token", peer=peer_id, why=str(error))
+            return
+        try:
+            await engine.call_answered(peer_id=peer_id, failure=failure)
+        except (EngineFailed, trio.BrokenResourceError) as error:
+            log.debug("the engine did not take an answer", peer=peer_id, why=str(error))
+
     async def keep_peers(self, engine: EngineClient) -> None:
         """The engine's directory of other engines follows the membership records."""
         async with aclosing(self._network.membership.changes()) as changes:
@@ -104,6 +123,8 @@ class EngineFeed:
                         peer_id=record.peer_id,
                         addresses=record.data_addresses,
                         certificate_sha256=record.certificate_sha256,
+                        dialable=self._network.reachability.data_dialable(record),
+                        dials=self._network.reachability.data_dials(record),
                     )
                     for record in self._network.membership.records.values()
                     if record.peer_id != self._network.peer_id and record.certificate_sha256

@@ -72,9 +72,7 @@ class EngineOpener:
             engine=rounds.engine,
         )
         opened = await self._opened(engine, request, (handle.theta_fd, handle.momentum_fd, handle.delta_fd))
-        self._network.membership.publish(
-            data_addresses=self._network.data_addresses(opened.port), certificate_sha256=certificate.sha256
-        )
+        self._network.publish_engine(opened.port, certificate.sha256)
         log.info("engine ready", data_port=opened.port)
 
     async def _opened(self, engine: EngineClient, request: api.Open, fds: tuple[int, int, int]) -> api.Opened:

@@ -151,7 +151,8 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
                     if admitted:
                         await muxed.event_closed.wait()
         except Exception as error:  # noqa: BLE001 - a stranger's handshake fails in any way it likes
-            self.admission.counts["handshakes that failed"] += 1
+            if not self.admission.may_look(block):
+                self.admission.counts["handshakes that failed"] += 1
             _log.debug("a handshake failed", address=block, error=repr(error))
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(2.0):
@@ -194,6 +195,23 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
         finally:
             del self._dials[target]
             finished.set()
+
+    async def probe(self, address: Address) -> None:
+        """Whether the peer that `address` names can be dialled there: nothing is asked of it. Raises `DialError`."""
+        assert address.peer_id is not None, "a peer's address"
+        target = ID.from_string(address.peer_id)
+        try:
+            with trio.fail_after(DIAL_TIMEOUT_S):
+                raw = await HardenedTCP().dial(Multiaddr(address.endpoint))
+                try:
+                    await self.upgrader.upgrade_security(raw, True, target)
+                finally:
+                    with trio.CancelScope(shield=True), trio.move_on_after(2.0):
+                        await raw.close()
+        except trio.TooSlowError:
+            raise DialError({address: f"no answer within {DIAL_TIMEOUT_S:.0f} s"}) from None
+        except Exception as error:
+            raise DialError({address: _why(error)}) from error
 
     async def _dial_in_turn(self, target: ID, addresses: Sequence[Address]) -> INetConn:
         errors: dict[Address, str] = {}

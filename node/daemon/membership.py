@@ -8,6 +8,7 @@ clocks: how long a record is believed counts from its receipt here.
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
 import re
 import time
@@ -75,7 +76,11 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     down_bytes_s: float | None = None
     """What its line brings in, likewise."""
     reachable: bool | None = None
-    """Whether somebody dialled it successfully; None: nobody tried yet."""
+    """Whether peers can dial its control address; None: not known yet."""
+    data_reachable: bool | None = None
+    """Whether peers can dial its data address, likewise."""
+    seen_at: str = ""
+    """The IP address from which its peers see it come; empty: not known yet."""
     lifetime_s: float = LIFETIME_S
 
 
@@ -116,6 +121,8 @@ def _check(record: MembershipRecord) -> None:
         match = _HOST_PORT.fullmatch(address)
         if match is None or not 0 < int(match[2]) < 65536:
             raise StrangerError(f"{address[:60]!r} in a membership record is not host:port")
+    if record.seen_at and not _is_ip(record.seen_at):
+        raise StrangerError(f"{record.seen_at[:60]!r} in a membership record is not an IP address")
     if record.sequence < 0 or record.round < 0:
         raise StrangerError("a negative number in a membership record")
     if len(record.certificate_sha256) not in (0, 32) or len(record.state_hash) not in (0, 32):
@@ -127,6 +134,14 @@ def _check(record: MembershipRecord) -> None:
         numbers += [link.round_trip_s, link.sent_bytes_s or 0.0, link.received_bytes_s or 0.0]
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise StrangerError("a number that is negative or not finite in a membership record")
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 class Verdict(enum.Enum):

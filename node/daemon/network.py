@@ -19,7 +19,8 @@ import trio
 from libp2p.tools.anyio_service import background_trio_service
 
 from node.daemon import rpc
-from node.daemon.addresses import Address, announced, parse_own_address, parse_peer_address
+from node.daemon.addresses import Address, announced, parse_host_port, parse_own_address, parse_peer_address
+from node.daemon.dial_back import DialBacks
 from node.daemon.discovery import Discovery, describe_errors
 from node.daemon.gossip import TABLE_METHOD, Gossip
 from node.daemon.host import HardenedHost, open_host, unwrapped
@@ -35,6 +36,7 @@ from node.daemon.introductions import (
 )
 from node.daemon.link import Link
 from node.daemon.membership import Membership
+from node.daemon.reachability import Reachability
 from node.daemon.remembered import RememberedPeers
 from node.daemon.streams import Hello, Refused, RequestFailed
 from node.errors import StrangerError
@@ -55,10 +57,6 @@ __all__ = [
 
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
 MAX_ANNOUNCED = 16
-MAX_OBSERVED = 64
-OBSERVERS = 2
-"""Peers that must see this node come from the same public address before it is announced."""
-
 ADDRESS_INTERVAL_S = 30.0
 MAX_EVENTS = 256
 GOODBYE_S = 2.0
@@ -73,6 +71,7 @@ async def open_network(
     home: Home,
     listen: Sequence[str] = (DEFAULT_LISTEN,),
     announce: Sequence[str] = (),
+    announce_data: Sequence[str] = (),
     bootstrap: Sequence[str] = (),
     run_id: bytes | None = None,
     version: str,
@@ -81,7 +80,8 @@ async def open_network(
 ) -> AsyncIterator[Network]:
     """A node on the network, until the context ends.
 
-    `listen`, `announce`, `bootstrap`: multiaddrs; those of peers end in `/p2p/PEER_ID`. `run_id` None: this node has
+    `listen`, `announce`, `bootstrap`: multiaddrs; those of peers end in `/p2p/PEER_ID`. `announce_data`: `HOST:PORT` of
+    the engine, if it is not the announced hosts with the engine's own port. `run_id` None: this node has
     only an address, and learns the run from whom it meets. `incarnation`: random bytes of this process start. `name`:
     for people. Raises `OperatorError` for a bad address or a busy port.
     """
@@ -90,7 +90,14 @@ async def open_network(
     known = [parse_peer_address(text) for text in bootstrap]
     remembered = RememberedPeers(home.peers_file)
     failure: Exception | None = None
-    network = Network(identity=identity, version=version, incarnation=incarnation, name=name, announce=told)
+    network = Network(
+        identity=identity,
+        version=version,
+        incarnation=incarnation,
+        name=name,
+        announce=told,
+        announce_data=[parse_host_port(text, "--announce-data") for text in announce_data],
+    )
     with unwrapped():
         async with open_host(identity, own, lambda: network.announced) as host, trio.open_nursery() as nursery:
             network._start(host, nursery, known, remembered)
@@ -98,6 +105,7 @@ async def open_network(
                 nursery.start_soon(network._discover)
                 nursery.start_soon(network.gossip.run)
                 nursery.start_soon(network._watch_addresses)
+                nursery.start_soon(network.reachability.run)
                 if run_id is not None:
                     await network.set_run(run_id)
                 try:
@@ -118,7 +126,14 @@ class Network:
     """Made by `open_network`."""
 
     def __init__(
-        self, *, identity: Identity, version: str, incarnation: bytes, name: str, announce: Sequence[Address]
+        self,
+        *,
+        identity: Identity,
+        version: str,
+        incarnation: bytes,
+        name: str,
+        announce: Sequence[Address],
+        announce_data: Sequence[str],
     ) -> None:
         self.peer_id: PeerId = identity.peer_id
         self.run_id: Digest | None = None
@@ -139,11 +154,16 @@ class Network:
         self.gossip = Gossip(self, self.introductions.reputation)
         self._announce = tuple(announce)
         self._listening: list[Address] = []
-        self._observed: dict[str, set[PeerId]] = {}
+        self._found_hosts: dict[str, None] = {}
+        """Where this node is reached although none of its interfaces has that address: peers have dialled it."""
+        self._data_port: int | None = None
+        self._data_announced = tuple(announce_data)
         self._announced: list[Address] = list(announce)
+        self.reachability = Reachability(self)
         self._links_changed = trio.Event()
         self._handlers: dict[str, Handler] = {
             TABLE_METHOD: self.gossip.answer_table,
+            rpc.DIAL_BACK: DialBacks(peers=lambda: self.peers, dial_control=self._dial_back).answer,
             rpc.IDENTITY_USED_TWICE: self.introductions.warned,
         }
         self._events_send, self.changes = trio.open_memory_channel[NetworkEvent](MAX_EVENTS)
@@ -154,6 +174,7 @@ class Network:
         self._host = host
         self._nursery = nursery
         self._listening = host.listening()
+        host.swarm.admission.may_look = self.reachability.is_looked_at_from
         self._refresh_announced()
         self.discovery = Discovery(owner=self, host=host, bootstrap=bootstrap, remembered=remembered)
         self.introductions.start(host, nursery)
@@ -182,9 +203,25 @@ class Network:
         """Where the engine's data listener shall listen."""
         return self._listening[0].host
 
-    def data_addresses(self, port: int) -> tuple[str, ...]:
-        """`host:port` of the engine's data listener, for the membership record."""
-        found = (Address(one.kind, one.host, port).host_port for one in self._announced)
+    @property
+    def operator_announces(self) -> Sequence[Address]:
+        """What `--announce` says; empty: addresses are found."""
+        return self._announce
+
+    @property
+    def listening(self) -> Sequence[Address]:
+        return self._listening
+
+    def publish_engine(self, port: int, certificate_sha256: bytes) -> None:
+        """An engine listens on `port`: peers are told where, now and whenever the addresses change."""
+        self._data_port = port
+        self.membership.publish(data_addresses=self._data_addresses(), certificate_sha256=certificate_sha256)
+
+    def _data_addresses(self) -> tuple[str, ...]:
+        if self._data_port is None:
+            return ()
+        port = self._data_port
+        found = self._data_announced or (Address(one.kind, one.host, port).host_port for one in self._announced)
         return tuple(dict.fromkeys(found))[:MAX_ANNOUNCED]
 
     def offered_run(self) -> Digest | None:
@@ -309,9 +346,6 @@ class Network:
     async def live(self, link: Link, hello: Hello, addresses: Sequence[Address]) -> None:
         """The whole life of a link that was just put among `links`."""
         self.tell(PeerConnected(peer=link.peer_id))
-        self._observe(hello.observed_host, link.peer_id)
-        if not link.dialled:
-            self.membership.publish(reachable=True)
         self._change_links()
         try:
             self._nursery.start_soon(self.discovery.on_link, link, addresses)
@@ -343,30 +377,35 @@ class Network:
 
     # ------------------------------------------------------------ addresses
 
-    def _observe(self, host: str, by: PeerId) -> None:
-        """Two peers that see this node come from the same public address: probably it is reached there, too."""
-        if self._announce or len(self._observed) >= MAX_OBSERVED:
-            return
-        self._observed.setdefault(host, set()).add(by)
-        self._refresh_announced()
+    def found_address(self, host: str) -> None:
+        """A peer dialled this node at `host`, from which it sees it come: a router leads there."""
+        if not self._announce and len(self._found_hosts) < MAX_ANNOUNCED:
+            self._found_hosts.setdefault(host)
+            self._refresh_announced()
+
+    async def _dial_back(self, address: Address) -> None:
+        await self._host.swarm.probe(address)
 
     async def _watch_addresses(self) -> None:
         """A laptop changes networks, a lease ends: the record follows."""
         while True:
             await trio.sleep(ADDRESS_INTERVAL_S)
+            self.reachability.look_at_networks()
             self._refresh_announced()
 
     def _refresh_announced(self) -> None:
         found = announced(self._listening, self._announce)
         everywhere = [one for one in self._listening if one.ip is not None and one.ip.is_unspecified]
-        for host, reporters in self._observed.items():
+        for host in self._found_hosts:
             for one in everywhere:
-                guess = Address("ip6" if ":" in host else "ip4", host, one.port)
-                if len(reporters) >= OBSERVERS and guess.kind == one.kind and guess.is_public and guess not in found:
-                    found.append(guess)
+                outside = Address("ip6" if ":" in host else "ip4", host, one.port)
+                if outside.kind == one.kind and outside not in found:
+                    found.append(outside)
         if found != self._announced:
             self._announced = found[:MAX_ANNOUNCED]
-            self.membership.publish(addresses=tuple(one.endpoint for one in self._announced))
+            self.membership.publish(
+                addresses=tuple(one.endpoint for one in self._announced), data_addresses=self._data_addresses()
+            )
 
     # ------------------------------------------------------------ answers for people
 

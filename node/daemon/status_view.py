@@ -128,6 +128,7 @@ class StatusView:
                 budget_steps=session.manifest.rounds.steps if session is not None else 0,
             ),
             work=seen.work,
+            reach=self._network.reachability.status(),
             parameters=session.rules.elements if session is not None else 0,
             disk_bytes=seen.disk_bytes,
             storage_able=seen.storage is None,

@@ -87,6 +87,7 @@ class Engine:
             peer_id=request.peer_id,
             watcher=self._traffic,
             want_token=self._want_token,
+            want_call=self._want_call,
             dropped=self.dropped,
         )
         self._fetcher = Fetcher(
@@ -139,6 +140,10 @@ class Engine:
                 self._switchboard.tokens.add(request.peer_id, request.token, request.expires_s)
             case api.DialToken():
                 self._switchboard.dial_token(request.peer_id, request.token)
+            case api.Call():
+                self._switchboard.call(request.peer_id, request.token)
+            case api.CallAnswered():
+                self._switchboard.call_answered(request.peer_id, request.failure)
             case api.Exchange():
                 await self._answer(request.id, partial(self._start_exchange, request))
                 return
@@ -358,6 +363,9 @@ class Engine:
 
     async def _want_token(self, peer_id: str) -> None:
         await self._say(api.TokenWanted(peer_id=peer_id))
+
+    async def _want_call(self, peer_id: str) -> None:
+        await self._say(api.CallWanted(peer_id=peer_id))
 
 
 class _Pending:

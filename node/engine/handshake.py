@@ -38,6 +38,10 @@ _ACCEPTED = b"\x01"
 Stream = trio.SSLStream
 
 
+class OnlyProbed(StrangerError):
+    """The other end only looked whether this engine can be dialled."""
+
+
 class HandshakeFailed(Exception):
     """The other end is not reachable or not who it should be; the message says which."""
 
@@ -80,8 +84,8 @@ class TokenBook:
         return True
 
 
-async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: bytes, lane: int, lanes: int) -> Stream:
-    """An authenticated lane to the engine at `address` (`host:port`). `peer_id` is ours. Raises `HandshakeFailed`."""
+async def connect(address: str) -> trio.SocketStream:
+    """A TCP connection to `address` (`host:port`). Raises `HandshakeFailed`."""
     try:
         host, port = split_address(address)
         with trio.fail_after(CONNECT_TIMEOUT_S):
@@ -89,15 +93,42 @@ async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: 
     except (OSError, ValueError, trio.TooSlowError) as error:
         raise HandshakeFailed(f"{address}: {_describe(error)}") from error
     keep_trying(tcp.socket)
-    stream = trio.SSLStream(tcp, tls.client_context(), https_compatible=True)
+    return tcp
+
+
+async def probe(address: str, *, certificate_sha256: bytes) -> None:
+    """Whether the engine with that certificate can be dialled at `address`: nothing is asked of it.
+
+    Raises `HandshakeFailed`.
+    """
+    tcp = await connect(address)
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
-            await stream.do_handshake()
-            certificate = stream.getpeercert(binary_form=True)
-            if not isinstance(certificate, bytes) or hashlib.sha256(certificate).digest() != certificate_sha256:
-                raise HandshakeFailed(f"{address} shows another certificate than its membership record names")
-            if stream.selected_alpn_protocol() != tls.ALPN:
-                raise HandshakeFailed(f"{address} does not speak {tls.ALPN}")
+            await _open_tls(tcp, address, certificate_sha256, tls.PROBE_ALPN)
+    except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+    finally:
+        await trio.aclose_forcefully(tcp)
+
+
+async def _open_tls(tcp: trio.SocketStream, address: str, certificate_sha256: bytes, protocol: str) -> Stream:
+    """Raises `HandshakeFailed` for another certificate or protocol, and what a broken connection raises."""
+    stream = trio.SSLStream(tcp, tls.client_context(protocol), https_compatible=True)
+    await stream.do_handshake()
+    certificate = stream.getpeercert(binary_form=True)
+    if not isinstance(certificate, bytes) or hashlib.sha256(certificate).digest() != certificate_sha256:
+        raise HandshakeFailed(f"{address} shows another certificate than its membership record names")
+    if stream.selected_alpn_protocol() != protocol:
+        raise HandshakeFailed(f"{address} does not speak {protocol}")
+    return stream
+
+
+async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: bytes, lane: int, lanes: int) -> Stream:
+    """An authenticated lane to the engine at `address` (`host:port`). `peer_id` is ours. Raises `HandshakeFailed`."""
+    tcp = await connect(address)
+    try:
+        with trio.fail_after(HANDSHAKE_TIMEOUT_S):
+            stream = await _open_tls(tcp, address, certificate_sha256, tls.ALPN)
             name = peer_id.encode()
             await stream.send_all(_HELLO.pack(_MAGIC, lane, lanes, len(name), name, token))
             if await stream.receive_some(1) != _ACCEPTED:
@@ -125,6 +156,8 @@ async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenB
             await _expect_tls_record(tcp)
             stream = trio.SSLStream(tcp, context, server_side=True, https_compatible=True)
             await stream.do_handshake()
+            if stream.selected_alpn_protocol() == tls.PROBE_ALPN:
+                raise OnlyProbed("it only looked whether this engine can be dialled")
             if stream.selected_alpn_protocol() != tls.ALPN:
                 raise StrangerError(f"a connection without ALPN {tls.ALPN}")
             hello = await receive_exactly(stream, _HELLO.size)

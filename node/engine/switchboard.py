@@ -1,11 +1,13 @@
 """Who this engine is connected to: listener, dialling, tokens, and the directory of peers (design section 8).
 
-Only one side of a pair needs to be reachable. When both are, the one with the smaller peer id dials; the other does so
-only after `TAKEOVER_S` without a connection. Two groups of lanes that meet join into one link.
+Only one side of a pair needs to be reachable, and the other dials it at once: who can be dialled and cannot dial asks
+to be dialled (`CallWanted`). When both are, the one with the smaller peer id dials; the other does so only after
+`TAKEOVER_S` without a connection. Two groups of lanes that meet join into one link.
 """
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import trio
 
 from node.engine.api import Peer
 from node.engine.drops import Drops
-from node.engine.handshake import HandshakeFailed, Stream, TokenBook, accept, dial
+from node.engine.handshake import HandshakeFailed, OnlyProbed, Stream, TokenBook, accept, dial
 from node.engine.link import Link, Receiver
 from node.engine.strangers import Stranger, Strangers
 from node.errors import AtollError, StrangerError
@@ -23,6 +25,10 @@ from node.errors import AtollError, StrangerError
 LANES = 4
 TAKEOVER_S = 1.0
 TOKEN_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 8.0
+"""For a peer to be asked to dial, and to have done it: seven round trips of a second."""
+CALLED_EVERY_S = 1.0
+"""How often a peer may have this node dial it, at most."""
 DIAL_ATTEMPTS = 3
 RETRY_DELAY_S = 0.5
 REPLACED_AFTER_S = 5.0
@@ -51,6 +57,10 @@ class _Contact:
     """The last link that was made was dialled by us: perhaps the peer cannot dial us at all."""
     token_event: trio.Event | None = None
     token: bytes | None = None
+    call_event: trio.Event | None = None
+    call_failure: str = ""
+    called_at_s: float = -math.inf
+    """When it last had this node dial it."""
 
 
 class Switchboard:
@@ -61,14 +71,18 @@ class Switchboard:
         peer_id: str,
         watcher: LinkWatcher,
         want_token: Callable[[str], Awaitable[None]],
+        want_call: Callable[[str], Awaitable[None]],
         dropped: Drops,
     ) -> None:
-        """`want_token` asks the daemon for a token towards a peer; `dropped` counts rejected input by reason."""
+        """`want_token` asks the daemon for a token towards a peer, `want_call` to have a peer dial this node; `dropped`
+        counts rejected input by reason.
+        """
         self.tokens = TokenBook()
         self._nursery = nursery
         self._peer_id = peer_id
         self._watcher = watcher
         self._want_token = want_token
+        self._want_call = want_call
         self._dropped = dropped
         self._contacts: dict[str, _Contact] = {}
         self._links: dict[str, Link] = {}
@@ -115,6 +129,13 @@ class Switchboard:
             contact.token = token
             contact.token_event.set()
 
+    def call_answered(self, peer_id: str, failure: str) -> None:
+        """The daemon's answer to `want_call`; `failure` is empty when the peer dials."""
+        contact = self._contacts.get(peer_id)
+        if contact is not None and contact.call_event is not None:
+            contact.call_failure = failure
+            contact.call_event.set()
+
     # ---------------------------------------------------------------- dialling
 
     @property
@@ -137,12 +158,16 @@ class Switchboard:
                 return self._links[peer_id]
             why = "no connection in time"
             async with contact.dialling:
-                if not contact.peer.addresses:
+                peer = contact.peer
+                mine = eager or contact.dialled or not peer.dials or self._peer_id < peer.peer_id
+                if not peer.addresses:
                     why = "it has no address that can be dialled, and it did not dial"
-                elif not eager and not contact.dialled and contact.peer.peer_id < self._peer_id:
+                if peer.dials and not (peer.dialable and peer.addresses):
+                    why = await self._be_dialled(contact) or why
+                elif not mine:
                     with trio.move_on_after(TAKEOVER_S):
                         await contact.arrived.wait()
-                if peer_id not in self._links and contact.peer.addresses:
+                if peer_id not in self._links and peer.addresses:
                     try:
                         await self._dial(contact, attempts)
                     except HandshakeFailed as error:
@@ -158,8 +183,46 @@ class Switchboard:
             return link
         raise Unreachable(f"{peer_id} cannot be reached: {why}")
 
-    async def _dial(self, contact: _Contact, attempts: int) -> None:
-        token = await self._token(contact)
+    async def _be_dialled(self, contact: _Contact) -> str:
+        """Have a peer dial this node, which cannot dial it; why it came to nothing, else empty."""
+        contact.call_event, contact.call_failure = trio.Event(), "its daemon did not say whether it dials"
+        try:
+            with trio.move_on_after(CALL_TIMEOUT_S):
+                await self._want_call(contact.peer.peer_id)
+                await contact.call_event.wait()
+                if not contact.call_failure:
+                    contact.call_failure = "it was asked to dial, and did not arrive"
+                    await contact.arrived.wait()
+                    return ""
+        finally:
+            contact.call_event = None
+        return contact.call_failure
+
+    def call(self, peer_id: str, token: bytes) -> None:
+        """A peer that cannot dial this node wants to be dialled, and takes `token`."""
+        contact = self._contacts.get(peer_id)
+        if contact is None or not contact.peer.addresses or peer_id in self._links or contact.dialling.locked():
+            return
+        now_s = trio.current_time()
+        if now_s < contact.called_at_s + CALLED_EVERY_S:
+            self._dropped.count("a wish to be dialled that came too soon after another", peer_id)
+            return
+        contact.called_at_s = now_s
+        self._nursery.start_soon(self._follow_call, contact, token)
+
+    async def _follow_call(self, contact: _Contact, token: bytes) -> None:
+        async with contact.dialling:
+            if contact.peer.peer_id in self._links:
+                return
+            try:
+                await self._dial(contact, 1, token)
+            except HandshakeFailed as error:
+                self._dropped.count(f"a peer that asked to be dialled cannot be: {error}", contact.peer.peer_id)
+
+    async def _dial(self, contact: _Contact, attempts: int, token: bytes | None = None) -> None:
+        """`token`: of a peer that gave one unasked."""
+        if token is None:
+            token = await self._token(contact)
         failures = []
         for attempt in range(attempts):
             if attempt:
@@ -244,6 +307,8 @@ class Switchboard:
         try:
             with stranger.scope:
                 authenticated = await accept(tcp, context, self.tokens)
+        except OnlyProbed:
+            pass  # a peer's dial-back, most likely
         except StrangerError as error:
             self._dropped.count(str(error), stranger.host)
         finally:

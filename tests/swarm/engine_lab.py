@@ -163,6 +163,8 @@ class LabEngine:
             match event:
                 case api.TokenWanted():
                     self.lab.nursery.start_soon(self._give_token, client, event.peer_id)
+                case api.CallWanted():
+                    self.lab.nursery.start_soon(self._have_call, client, event.peer_id)
                 case api.HeaderWanted():
                     header = None if self.refuse_headers else self.sign(event)
                     self.lab.nursery.start_soon(self._give_header, client, event, header)
@@ -188,6 +190,17 @@ class LabEngine:
             token = None
         try:
             await client.dial_token(peer_id=peer_id, token=token)
+        except trio.BrokenResourceError:
+            return
+
+    async def _have_call(self, client: EngineClient, peer_id: str) -> None:
+        """Likewise."""
+        token = secrets.token_bytes(32)
+        self.lab.calls.append((self.peer_id, peer_id))
+        try:
+            await client.accept_token(peer_id=peer_id, token=token, expires_s=20)
+            await self.lab.by_id[peer_id].ask.call(peer_id=self.peer_id, token=token)
+            await client.call_answered(peer_id=peer_id, failure="")
         except trio.BrokenResourceError:
             return
 
@@ -267,6 +280,8 @@ class Lab:
     keep_rounds: int = 20
     disk_limit_bytes: int = 0
     engines: list[LabEngine] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Who asked whom to dial it."""
     by_id: dict[str, LabEngine] = field(default_factory=dict)
 
     async def add(self, *, dialable: bool = True) -> LabEngine:
@@ -300,15 +315,19 @@ class Lab:
 
     async def introduce(self) -> None:
         """Every engine learns where the others are."""
-        peers = tuple(
-            api.Peer(
-                peer_id=engine.peer_id,
-                addresses=(f"127.0.0.1:{engine.seen_port or engine.port}",) if engine.dialable else (),
-                certificate_sha256=engine.certificate[2],
-            )
-            for engine in self.engines
-        )
         for engine in self.engines:
+            peers = tuple(
+                api.Peer(
+                    peer_id=other.peer_id,
+                    addresses=(f"127.0.0.1:{other.seen_port or other.port}",)
+                    if other.dialable or other.seen_port
+                    else (),
+                    certificate_sha256=other.certificate[2],
+                    dialable=other.dialable,
+                    dials=engine.dialable,
+                )
+                for other in self.engines
+            )
             await engine.ask.set_peers(peers)
 
     async def load_initial(self, theta: np.ndarray) -> bytes:

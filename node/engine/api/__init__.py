@@ -32,6 +32,7 @@ from node.engine.api.answers import (
     StateLoaded,
 )
 from node.engine.api.engine_events import (
+    CallWanted,
     ExchangeEnded,
     HeaderWanted,
     PartHeld,
@@ -54,6 +55,8 @@ from node.engine.api.state_requests import (
 )
 from node.engine.api.transfer_requests import (
     AcceptToken,
+    Call,
+    CallAnswered,
     DialToken,
     Exchange,
     FetchArtifact,
@@ -74,6 +77,9 @@ __all__ = [
     "Answer",
     "Applied",
     "Apply",
+    "Call",
+    "CallAnswered",
+    "CallWanted",
     "DialToken",
     "Done",
     "Encode",
@@ -129,6 +135,8 @@ Request: TypeAlias = (
     | SetPeers
     | AcceptToken
     | DialToken
+    | Call
+    | CallAnswered
     | Exchange
     | StopExchange
     | SignedHeader
@@ -140,7 +148,15 @@ Request: TypeAlias = (
     | KeepCommits
 )
 Event: TypeAlias = (
-    TokenWanted | HeaderWanted | PartHeld | PayloadDropped | ExchangeEnded | PeerRate | StorageFailed | StorageWorks
+    TokenWanted
+    | CallWanted
+    | HeaderWanted
+    | PartHeld
+    | PayloadDropped
+    | ExchangeEnded
+    | PeerRate
+    | StorageFailed
+    | StorageWorks
 )
 Answer: TypeAlias = Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Recomputed | Inventoried
 FromEngine: TypeAlias = Answer | Event

@@ -13,6 +13,12 @@ class TokenWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
 
 
+class CallWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine cannot dial `peer_id`, but that one can dial this node: ask its daemon to have it done."""
+
+    peer_id: str
+
+
 class HeaderWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part of which this node is root is reduced and encoded: sign its header."""
 

@@ -14,6 +14,10 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     """`host:port` of its data listener, best first; empty: it cannot be dialled."""
     certificate_sha256: bytes
+    dialable: bool = True
+    """This node can dial it, as far as is known."""
+    dials: bool = True
+    """It can dial this node, as far as is known."""
 
 
 class SetPeers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -39,6 +43,23 @@ class DialToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: int
     peer_id: str
     token: bytes | None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A peer that cannot dial this node asks to be dialled, and takes `token`. → Done."""
+
+    id: int
+    peer_id: str
+    token: bytes
+
+
+class CallAnswered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to the event `CallWanted`. → Done."""
+
+    id: int
+    peer_id: str
+    failure: str
+    """Why the peer will not dial; empty: it dials now."""
 
 
 class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,330 @@
+"""Whether peers can dial this node, by asking them to try (design section 7); who of a pair can dial whom.
+
+Control and data are judged each for itself: their ports are forwarded, or forgotten, one by one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+import trio
+
+from node.daemon import rpc
+from node.daemon.addresses import Address, local_networks, parse_address, resolve
+from node.daemon.admission import address_block
+from node.daemon.dial_back import ANSWER_S, MAX_PORTS, DialBackAnswer, DialBackRequest
+from node.daemon.link import Link
+from node.daemon.membership import Membership, MembershipRecord
+from node.daemon.streams import RequestFailed
+from node.errors import StrangerError
+from node.status import ReachStatus
+from protocol.names import PeerId
+
+ASKED = 3
+"""Peers whose newest word is wanted."""
+SETTLE_S = 1.0
+"""After a change, for the rest of it to follow: a node's two ports open one after another."""
+AGAIN_S = 5.0
+"""Between two questions while the answer is open, or was no once."""
+RENEWED_S = 300.0
+"""How long a peer's word is good; a router forgets a forward, and an operator makes one."""
+NO_IS_SAID = 2
+"""Failed dials until this node counts as not reachable: one may be a peer's trouble, or a busy minute."""
+MAX_VERDICTS = 64
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Word:
+    """Of one peer."""
+
+    at_s: float
+    local: bool
+    """It came over one of this node's own networks: says little of the rest of the world."""
+    host: str = ""
+    """Where it saw this node."""
+    yes: bool | None = None
+    failures: int = 0
+    """In a row."""
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Words:
+    """What peers found when they dialled one of this node's two ports."""
+
+    by_peer: dict[PeerId, _Word] = field(default_factory=dict)
+
+    def say(self, peer: PeerId, now_s: float, *, local: bool, host: str = "", why: str | None) -> None:
+        """`why` it could not be dialled; empty: it was; None: the peer could not tell."""
+        before = self.by_peer.pop(peer, None)
+        word = self.by_peer[peer] = _Word(at_s=now_s, local=local, host=host)
+        if why is not None:
+            word.yes, word.why = not why, why
+            word.failures = 0 if not why else 1 + (before.failures if before is not None else 0)
+        while len(self.by_peer) > MAX_VERDICTS:
+            del self.by_peer[next(iter(self.by_peer))]
+
+    @property
+    def verdict(self) -> bool | None:
+        """Of the majority, of those from elsewhere if there are any; None: nobody knows, or no was said only once."""
+        told = [word for word in self.by_peer.values() if word.yes is not None]
+        told = [word for word in told if not word.local] or told
+        yes = sum(word.yes is True for word in told)
+        if yes and 2 * yes >= len(told):
+            return True
+        return False if sum(word.failures for word in told) >= NO_IS_SAID else None
+
+    def due(self, peer: PeerId, now_s: float) -> bool:
+        word = self.by_peer.get(peer)
+        if word is None:
+            return True
+        settled = word.yes is True or word.failures >= NO_IS_SAID or word.yes is None
+        return now_s >= word.at_s + (RENEWED_S if settled else AGAIN_S)
+
+
+class ReachabilityOwner(Protocol):
+    """What this asks of the network."""
+
+    peer_id: PeerId
+    membership: Membership
+
+    @property
+    def peers(self) -> Mapping[PeerId, Link]: ...
+
+    @property
+    def announced(self) -> Sequence[Address]: ...
+
+    @property
+    def operator_announces(self) -> Sequence[Address]: ...
+
+    @property
+    def listening(self) -> Sequence[Address]: ...
+
+    def links_changed(self) -> trio.Event: ...
+
+    def found_address(self, host: str) -> None: ...
+
+    async def request(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes: ...
+
+
+class Reachability:
+    def __init__(self, owner: ReachabilityOwner) -> None:
+        self._owner = owner
+        self._control = Words()
+        self._data = Words()
+        self._networks = local_networks()
+        self._asked_for: DialBackRequest | None = None
+        self._looked_at: dict[str, float] = {}
+        """Origin of peers that were asked to dial this node → until when they may."""
+        self._elsewhere = ""
+        """Where peers see this node come from, if that is none of the addresses that the operator announces."""
+
+    def look_at_networks(self) -> None:
+        """A laptop changes networks."""
+        self._networks = local_networks()
+
+    # ------------------------------------------------------------ asking
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            changed = self._owner.links_changed()
+            with trio.move_on_after(AGAIN_S):
+                await changed.wait()
+                await trio.sleep(SETTLE_S)
+            request = self._question()
+            if request is None:
+                continue
+            if request != self._asked_for:  # other ports, or another engine: nothing is known of these
+                self._asked_for = request
+                self._control, self._data = Words(), Words()
+            peers = self._next_peers(trio.current_time())
+            async with trio.open_nursery() as nursery:
+                for link in peers:
+                    nursery.start_soon(self._ask, link, request)
+            if peers:
+                self._publish()
+
+    def _question(self) -> DialBackRequest | None:
+        """None while this node has no run, or no engine."""
+        mine = self._owner.membership.mine
+        if not mine.run or not mine.certificate_sha256:
+            return None
+        data_ports = (int(one.rpartition(":")[2]) for one in mine.data_addresses)
+        return DialBackRequest(
+            control_ports=tuple(dict.fromkeys(one.port for one in self._owner.announced))[:MAX_PORTS],
+            data_ports=tuple(dict.fromkeys(data_ports))[:MAX_PORTS],
+            certificate_sha256=mine.certificate_sha256,
+        )
+
+    def _next_peers(self, now_s: float) -> list[Link]:
+        """Whose word is wanted now: of different places, those from elsewhere first."""
+        told = {peer for peer in self._control.by_peer if not self._due(peer, now_s)}
+        hosts = {link.remote_host for peer, link in self._owner.peers.items() if peer in told}
+        due = [link for peer, link in self._owner.peers.items() if peer not in told]
+        due.sort(key=lambda link: (self._is_local(link.remote_host), link.remote_host in hosts, link.peer_id))
+        chosen: dict[str, Link] = {}
+        for link in due:
+            chosen.setdefault(link.remote_host, link)
+        return list(chosen.values())[: max(0, ASKED - len(told))]
+
+    def _due(self, peer: PeerId, now_s: float) -> bool:
+        return self._control.due(peer, now_s) or self._data.due(peer, now_s)
+
+    async def _ask(self, link: Link, request: DialBackRequest) -> None:
+        peer, local = link.peer_id, self._is_local(link.remote_host)
+        control: str | None = None
+        data: str | None = None
+        host = ""
+        self._looked_at[address_block(link.remote_host)] = trio.current_time() + 2 * ANSWER_S
+        try:
+            payload = await self._owner.request(peer, rpc.DIAL_BACK, rpc.encode(request), timeout_s=ANSWER_S)
+            answer = rpc.decode(payload, DialBackAnswer)
+            if await self._speaks_of_me(answer.host):
+                host = answer.host
+                control, data = _why_not(answer.control.values()), _why_not(answer.data.values())
+        except (RequestFailed, StrangerError) as error:
+            _log.debug("a peer did not try to dial this node", peer=peer, why=str(error))
+        now_s = trio.current_time()
+        self._control.say(peer, now_s, local=local, host=host, why=control)
+        self._data.say(peer, now_s, local=local, host=host, why=data)
+        if control == "" and not local:
+            self._owner.found_address(host)
+
+    async def _speaks_of_me(self, host: str) -> bool:
+        """Whether the address that a peer dialled is one that this node tells others, if its operator chose them."""
+        own = self._owner.operator_announces
+        if not own:
+            return True
+        for address in own:
+            try:
+                if any(one.host == host for one in await resolve(address)):
+                    self._elsewhere = ""
+                    return True
+            except (OSError, trio.TooSlowError):
+                continue
+        self._elsewhere = host
+        return False
+
+    def _publish(self) -> None:
+        control, data = self._control.verdict, self._data.verdict
+        mine = self._owner.membership.mine
+        if (mine.reachable, mine.data_reachable) != (control, data):
+            _log.info("reachability", control=control, data=data, seen_at=self.seen_at, advice=self.advice())
+        self._owner.membership.publish(reachable=control, data_reachable=data, seen_at=self.seen_at)
+
+    def is_looked_at_from(self, origin: str) -> bool:
+        """Whether a connection from there that ends in its handshake is a dial-back that was asked for, most likely."""
+        now_s = trio.current_time()
+        self._looked_at = {one: until_s for one, until_s in self._looked_at.items() if until_s > now_s}
+        return origin in self._looked_at
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def seen_at(self) -> str:
+        """Where most peers, of those from elsewhere if there are any, see this node; empty: nobody has said."""
+        words = [word for word in self._control.by_peer.values() if word.host]
+        hosts = [word.host for word in words if not word.local] or [word.host for word in words]
+        return max(sorted(set(hosts)), key=hosts.count, default="")
+
+    def status(self) -> ReachStatus:
+        mine = self._owner.membership.mine
+        return ReachStatus(
+            control=mine.reachable, data=mine.data_reachable, seen_at=mine.seen_at or None, advice=self.advice()
+        )
+
+    def advice(self) -> str:
+        """What an operator can do so that peers can dial this node, in one sentence; empty: nothing need be done."""
+        request = self._asked_for
+        if request is None:
+            return ""
+        if self._elsewhere:
+            announced = ", ".join(str(one) for one in self._owner.operator_announces)
+            return (
+                f"peers see this node come from {self._elsewhere}, not from what it announces ({announced}): "
+                "whether they can dial it there is not known"
+            )
+        closed = []
+        if self._control.verdict is False:
+            closed += list(request.control_ports)
+        if self._data.verdict is False:
+            closed += list(request.data_ports)
+        if not closed:
+            return ""
+        return closed_ports(
+            seen_at=self.seen_at,
+            own={str(one.ip) for one in self._networks},
+            listening=next(iter(self._owner.listening)),
+            control_port=request.control_ports[0],
+            data_port=request.data_ports[0],
+            closed=closed,
+            announced=bool(self._owner.operator_announces),
+        )
+
+    # ------------------------------------------------------------ pairs
+
+    def control_dialable(self, record: MembershipRecord) -> bool:
+        """Whether this node can dial that one, as far as is known."""
+        return record.reachable is not False or self._same_site(record)
+
+    def control_dials(self, record: MembershipRecord) -> bool:
+        """Whether that one can dial this node."""
+        return self._owner.membership.mine.reachable is not False or self._same_site(record)
+
+    def data_dialable(self, record: MembershipRecord) -> bool:
+        return record.data_reachable is not False or self._same_site(record)
+
+    def data_dials(self, record: MembershipRecord) -> bool:
+        return self._owner.membership.mine.data_reachable is not False or self._same_site(record)
+
+    def _same_site(self, record: MembershipRecord) -> bool:
+        """Behind one router, and on one network there: every home has a 192.168.1.0/24, and no home's leads to
+        another's.
+        """
+        seen_at = self._owner.membership.mine.seen_at
+        if not seen_at or record.seen_at != seen_at:
+            return False
+        return any(self._is_local(parse_address(text).host) for text in record.addresses)
+
+    def _is_local(self, host: str) -> bool:
+        try:
+            ip = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(ip.version == one.version and ip in one.network for one in self._networks)
+
+
+def _why_not(failures: Iterable[str]) -> str | None:
+    """Of several ports one is enough; None: none was tried."""
+    told = sorted(failures)
+    return told[0] if told else None
+
+
+def closed_ports(
+    *,
+    seen_at: str,
+    own: set[str],
+    listening: Address,
+    control_port: int,
+    data_port: int,
+    closed: Sequence[int],
+    announced: bool,
+) -> str:
+    """The sentence for a node whose `closed` ports cannot be dialled at `seen_at`. `own`: this machine's addresses."""
+    ports = " and ".join(str(port) for port in dict.fromkeys(closed))
+    plural = "s" if len(set(closed)) > 1 else ""
+    if seen_at in own:
+        door = f"open TCP port{plural} {ports} in this machine's firewall"
+    else:
+        door = f"forward TCP port{plural} {ports} of the router at {seen_at} to this machine"
+    flags = [f"--listen /{listening.kind}/{listening.host}/tcp/{control_port}", f"--data-port {data_port}"]
+    if seen_at not in own and not announced:
+        flags.append(f"--announce /{'ip6' if ':' in seen_at else 'ip4'}/{seen_at}/tcp/{control_port}")
+    return f"peers cannot dial this node: {door}, and start it with {' '.join(flags)}; until then it dials them"

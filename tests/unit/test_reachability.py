@@ -1,0 +1,201 @@
+"""What peers say of whether they can dial this node, and what follows from it; how a dial-back is kept from misuse."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from node.daemon import rpc
+from node.daemon.addresses import Address
+from node.daemon.dial_back import ALLOWED_AT_ONCE, DialBackAnswer, DialBackRequest, DialBacks
+from node.daemon.host import DialError
+from node.daemon.reachability import AGAIN_S, RENEWED_S, Words, closed_ports
+from node.errors import AtollError
+
+
+def in_virtual_time(main: Callable[[], Awaitable[None]]) -> None:
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+# ------------------------------------------------------------ what peers say
+
+
+def words(*said: tuple[str, bool, str | None]) -> Words:
+    """(peer, local, why not), in order."""
+    made = Words()
+    for number, (peer, local, why) in enumerate(said):
+        made.say(peer, float(number), local=local, why=why)
+    return made
+
+
+def test_nobody_has_said_anything() -> None:
+    assert Words().verdict is None
+    assert words(("a", False, None)).verdict is None
+
+
+def test_one_failed_dial_may_be_that_peers_trouble() -> None:
+    assert words(("a", False, "no answer")).verdict is None
+    assert words(("a", False, "no answer"), ("b", False, "no answer")).verdict is False
+    assert words(("a", False, "no answer"), ("a", False, "no answer")).verdict is False
+    assert words(("a", False, "no answer"), ("a", False, "")).verdict is True
+
+
+def test_the_majority_is_believed_and_of_equals_those_who_got_through() -> None:
+    assert words(("a", False, ""), ("b", False, "no"), ("c", False, "no")).verdict is False
+    assert words(("a", False, ""), ("b", False, "no")).verdict is True
+    assert words(("a", False, ""), ("b", False, ""), ("c", False, "no")).verdict is True
+
+
+def test_a_neighbour_on_the_same_network_says_little_of_the_world() -> None:
+    assert words(("lan", True, "")).verdict is True
+    assert words(("lan", True, ""), ("a", False, "no"), ("b", False, "no")).verdict is False
+    assert words(("lan", True, "no"), ("lan", True, "no"), ("a", False, "")).verdict is True
+
+
+def test_when_a_peer_is_asked_again() -> None:
+    made = words(("a", False, ""), ("b", False, "no"))
+    assert not made.due("a", AGAIN_S + 1)
+    assert made.due("a", RENEWED_S + 1)
+    assert made.due("b", AGAIN_S + 1)
+    assert made.due("c", 0.0)
+
+
+def test_the_words_of_strangers_are_bounded() -> None:
+    made = Words()
+    for number in range(1000):
+        made.say(str(number), 0.0, local=False, why="")
+    assert len(made.by_peer) <= 64
+
+
+LISTEN = Address("ip4", "0.0.0.0", 4001)
+
+
+def test_the_sentence_names_the_ports_the_router_and_the_flags() -> None:
+    behind: dict[str, Any] = {"seen_at": "203.0.113.7", "own": {"192.168.1.5"}, "listening": LISTEN}
+    ports: dict[str, Any] = {"control_port": 4001, "data_port": 4002}
+    says = closed_ports(**behind, **ports, closed=[4001, 4002], announced=False)
+    assert "forward TCP ports 4001 and 4002 of the router at 203.0.113.7 to this machine" in says
+    assert "--listen /ip4/0.0.0.0/tcp/4001 --data-port 4002 --announce /ip4/203.0.113.7/tcp/4001" in says
+    says = closed_ports(**behind, **ports, closed=[4002], announced=True)
+    assert "forward TCP port 4002 of the router" in says
+    assert "--announce" not in says
+    says = closed_ports(**{**behind, "own": {"203.0.113.7"}}, **ports, closed=[4001], announced=False)
+    assert "open TCP port 4001 in this machine's firewall" in says
+    assert "--announce" not in says
+
+
+# ------------------------------------------------------------ dial-back
+
+PEER = "12D3KooWAsker"
+
+
+def dial_backs(dialled: list[Address], failures: dict[int, str] | None = None) -> DialBacks:
+    async def dial(address: Address) -> None:
+        await trio.sleep(0.1)
+        dialled.append(address)
+        if why := (failures or {}).get(address.port):
+            raise DialError({address: why})
+
+    link: Any = SimpleNamespace(remote_host="203.0.113.7")
+    return DialBacks(peers=lambda: {PEER: link}, dial_control=dial)
+
+
+def request(*control: int, data: tuple[int, ...] = ()) -> bytes:
+    return rpc.encode(DialBackRequest(control_ports=control, data_ports=data, certificate_sha256=bytes(32)))
+
+
+def test_only_the_address_that_the_asker_comes_from_is_dialled() -> None:
+    async def main() -> None:
+        dialled: list[Address] = []
+        answer = await dial_backs(dialled, {4003: "Connection refused"}).answer(PEER, request(4001, 4003))
+        said = rpc.decode(answer, DialBackAnswer)
+        assert sorted(str(one) for one in dialled) == [
+            f"/ip4/203.0.113.7/tcp/{port}/p2p/{PEER}" for port in (4001, 4003)
+        ]
+        assert said.host == "203.0.113.7"
+        assert said.control == {4001: "", 4003: "203.0.113.7:4003: Connection refused"}
+
+    in_virtual_time(main)
+
+
+def test_a_data_port_that_nobody_answers_at_is_said_so() -> None:
+    async def main() -> None:
+        link: Any = SimpleNamespace(remote_host="127.0.0.1")
+
+        async def reached(_: Address) -> None:
+            await trio.lowlevel.checkpoint()
+
+        made = DialBacks(peers=lambda: {PEER: link}, dial_control=reached)
+        said = rpc.decode(await made.answer(PEER, request(4001, data=(1,))), DialBackAnswer)
+        assert said.control == {4001: ""}
+        assert "127.0.0.1:1" in said.data[1]
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("peer", "payload", "says"),
+    [
+        ("12D3KooWStranger", request(4001), "for connected peers of the run"),
+        (PEER, request(1, 2, 3), "at most 2 ports"),
+        (PEER, request(0), "a port that is none"),
+        (PEER, request(70_000), "a port that is none"),
+        (PEER, b"\xc1", "does not decode"),
+    ],
+)
+def test_what_is_no_dial_back(peer: str, payload: bytes, says: str) -> None:
+    async def main() -> None:
+        dialled: list[Address] = []
+        with pytest.raises(AtollError, match=says):
+            await dial_backs(dialled).answer(peer, payload)
+        assert not dialled
+
+    in_virtual_time(main)
+
+
+def test_one_address_is_dialled_back_only_so_often() -> None:
+    async def main() -> None:
+        dialled: list[Address] = []
+        made = dial_backs(dialled)
+
+        async def ask_on_and_on() -> None:
+            for _ in range(1000):
+                await made.answer(PEER, request(4001))
+
+        with pytest.raises(AtollError, match=r"too many dial-backs to 203\.0\.113\.7"):
+            await ask_on_and_on()
+        assert len(dialled) <= ALLOWED_AT_ONCE + 1
+        await trio.sleep(10)
+        await made.answer(PEER, request(4001))
+
+    in_virtual_time(main)
+
+
+def test_only_so_many_dials_go_on_at_once() -> None:
+    async def main() -> None:
+        refused = []
+
+        async def never(_: Address) -> None:
+            await trio.sleep_forever()
+
+        link: Any = SimpleNamespace(remote_host="203.0.113.7")
+        made = DialBacks(peers=lambda: {PEER: link}, dial_control=never)
+
+        async def ask() -> None:
+            try:
+                await made.answer(PEER, request(4001))
+            except AtollError as error:
+                refused.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(12):
+                nursery.start_soon(ask)
+        assert len(refused) == 4
+        assert "under way here" in refused[0]
+
+    in_virtual_time(main)
