@@ -27,6 +27,7 @@ from node.daemon.addresses import Address, parse_address
 from node.daemon.host import HELLO_TIMEOUT_S, DialError, HardenedHost
 from node.daemon.link import Link
 from node.daemon.membership import Membership
+from node.daemon.reachability import Reachability
 from node.daemon.remembered import RememberedPeers
 from node.daemon.streams import Refused
 from node.errors import StrangerError
@@ -175,6 +176,7 @@ class DiscoveryOwner(Protocol):
     peer_id: PeerId
     run_id: Digest | None
     membership: Membership
+    reachability: Reachability
 
     @property
     def links(self) -> Mapping[PeerId, Link]: ...
@@ -194,6 +196,8 @@ class _Candidate:
         self.due_s = due_s
         self.failures = 0
         self.dialling = False
+        self.left_to_it = False
+        """It was not dialled when it was due, since it can dial this node and not the other way round."""
 
 
 class Discovery:
@@ -310,6 +314,13 @@ class Discovery:
                         and len(self._owner.links) < MAX_LINKS
                         and self._owner.must_not_dial(peer_id) is None
                     ):
+                        record = self._owner.membership.records.get(peer_id)
+                        if record is not None and not candidate.left_to_it:
+                            candidate.left_to_it = self._owner.reachability.leaves_dialling_to(record)
+                            if candidate.left_to_it:  # this once: what is known may be wrong by now
+                                candidate.due_s = now + MAX_RETRY_S * random.uniform(0.5, 1.0)
+                                continue
+                        candidate.left_to_it = False
                         candidate.dialling = True
                         nursery.start_soon(self._dial, limiter, peer_id, candidate)
                 self._news = trio.Event()

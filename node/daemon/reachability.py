@@ -270,19 +270,38 @@ class Reachability:
 
     # ------------------------------------------------------------ pairs
 
-    def control_dialable(self, record: MembershipRecord) -> bool:
-        """Whether this node can dial that one, as far as is known."""
-        return record.reachable is not False or self._same_site(record)
-
-    def control_dials(self, record: MembershipRecord) -> bool:
-        """Whether that one can dial this node."""
-        return self._owner.membership.mine.reachable is not False or self._same_site(record)
+    def leaves_dialling_to(self, record: MembershipRecord) -> bool:
+        """Whether that one is known to be out of reach for this node, and to reach this node: it will connect."""
+        if record.reachable is not False or self._same_site(record):
+            return False
+        return self._owner.membership.mine.reachable is True
 
     def data_dialable(self, record: MembershipRecord) -> bool:
-        return record.data_reachable is not False or self._same_site(record)
+        """Whether this node's engine can dial that one's, as far as is known."""
+        if record.data_reachable is not None:
+            return record.data_reachable or self._same_site(record)
+        link = self._owner.peers.get(record.peer_id)
+        if link is not None and link.dialled:
+            return True  # the same machine, at another port
+        return self._may_lead(one.rpartition(":")[0] for one in record.data_addresses)
 
     def data_dials(self, record: MembershipRecord) -> bool:
-        return self._owner.membership.mine.data_reachable is not False or self._same_site(record)
+        """Whether that one's engine can dial this node's, likewise."""
+        mine = self._owner.membership.mine
+        if mine.data_reachable is not None:
+            return mine.data_reachable or self._same_site(record)
+        link = self._owner.peers.get(record.peer_id)
+        if link is None or not link.dialled or self._is_local(link.remote_host):
+            return True
+        hosts = (one.rpartition(":")[0].strip("[]") for one in mine.data_addresses)
+        return any(not _is_ip(host) or ipaddress.ip_address(host).is_global for host in hosts)
+
+    def _may_lead(self, hosts: Iterable[str]) -> bool:
+        """Whether one of them is not somebody else's private address."""
+        return any(
+            not _is_ip(host) or ipaddress.ip_address(host).is_global or self._is_local(host)
+            for host in (one.strip("[]") for one in hosts)
+        )
 
     def _same_site(self, record: MembershipRecord) -> bool:
         """Behind one router, and on one network there: every home has a 192.168.1.0/24, and no home's leads to
@@ -294,11 +313,18 @@ class Reachability:
         return any(self._is_local(parse_address(text).host) for text in record.addresses)
 
     def _is_local(self, host: str) -> bool:
-        try:
-            ip = ipaddress.ip_address(host)
-        except ValueError:
+        if not _is_ip(host):
             return False
+        ip = ipaddress.ip_address(host)
         return any(ip.version == one.version and ip in one.network for one in self._networks)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _why_not(failures: Iterable[str]) -> str | None:

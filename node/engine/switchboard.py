@@ -201,23 +201,29 @@ class Switchboard:
     def call(self, peer_id: str, token: bytes) -> None:
         """A peer that cannot dial this node wants to be dialled, and takes `token`."""
         contact = self._contacts.get(peer_id)
-        if contact is None or not contact.peer.addresses or peer_id in self._links or contact.dialling.locked():
+        if contact is None or not contact.peer.addresses or peer_id in self._links:
             return
+        both_ask = contact.call_event is not None
+        if contact.dialling.locked() and not both_ask:
+            return  # it is being dialled
         now_s = trio.current_time()
         if now_s < contact.called_at_s + CALLED_EVERY_S:
             self._dropped.count("a wish to be dialled that came too soon after another", peer_id)
             return
         contact.called_at_s = now_s
-        self._nursery.start_soon(self._follow_call, contact, token)
+        self._nursery.start_soon(self._follow_call, contact, token, both_ask)
 
-    async def _follow_call(self, contact: _Contact, token: bytes) -> None:
-        async with contact.dialling:
-            if contact.peer.peer_id in self._links:
-                return
-            try:
+    async def _follow_call(self, contact: _Contact, token: bytes, both_ask: bool) -> None:
+        """`both_ask`: this node waits to be dialled by that very peer, and holds the lock meanwhile."""
+        try:
+            if both_ask:
                 await self._dial(contact, 1, token)
-            except HandshakeFailed as error:
-                self._dropped.count(f"a peer that asked to be dialled cannot be: {error}", contact.peer.peer_id)
+                return
+            async with contact.dialling:
+                if contact.peer.peer_id not in self._links:
+                    await self._dial(contact, 1, token)
+        except HandshakeFailed as error:
+            self._dropped.count(f"a peer that asked to be dialled cannot be: {error}", contact.peer.peer_id)
 
     async def _dial(self, contact: _Contact, attempts: int, token: bytes | None = None) -> None:
         """`token`: of a peer that gave one unasked."""

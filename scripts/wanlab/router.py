@@ -78,9 +78,7 @@ def behind_router(host: Host, *, forwards: bool = False) -> Iterator[Host]:
         _run(*host.prefix, sys.executable, "-m", "scripts.wanlab.router", *words, environment=os.environ | paths)
         yield home
     finally:
-        assert inside.stdin is not None
-        inside.stdin.close()
-        inside.wait(TOOL_S)
+        inside.communicate(timeout=TOOL_S)  # it ends with its input
 
 
 def _run(*command: str, environment: dict[str, str] | None = None) -> None:

@@ -12,6 +12,8 @@ import pytest
 import trio
 from blake3 import blake3
 
+from node.engine import api
+from node.engine.switchboard import CALL_TIMEOUT_S
 from tests.swarm.engine_lab import Lab, LabEngine, flat_round, lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.swarm]
@@ -73,6 +75,30 @@ def test_who_wants_something_of_one_that_cannot_be_dialled_asks_to_be_dialled(tm
                 )
                 assert swarm.calls == [(reachable.peer_id, hidden.peer_id)]
                 assert_nobody_came(router)
+
+    trio.run(main)
+
+
+def test_two_that_each_leave_the_dialling_to_the_other_meet(tmp_path: Path) -> None:
+    """What they know of each other is a guess at first."""
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with lab(tmp_path, 2) as swarm:
+                for engine, other in (swarm.engines, reversed(swarm.engines)):
+                    peer = api.Peer(
+                        peer_id=other.peer_id,
+                        addresses=(f"127.0.0.1:{other.port}",),
+                        certificate_sha256=other.certificate[2],
+                        dialable=False,
+                    )
+                    await engine.ask.set_peers((peer,))
+                await swarm.load_initial(np.zeros(swarm.sizes.elements, np.float32))
+                turn = flat_round(swarm, 0, duration_s=CALL_TIMEOUT_S / 2)
+                await turn.start()
+                refs = await turn.finish()
+                assert {ref.bitmap for ref in refs if ref is not None} == {0b11}
+                assert all(refs)
 
     trio.run(main)
 
