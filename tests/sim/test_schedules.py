@@ -1,6 +1,6 @@
 """Random schedules: safety after every event, progress once the weather clears (protocol section 12).
 
-1,000 schedules of 3 to 7 peers over all profiles, 12 of 50 peers and three of 200, over all cores. A failure prints how
+3,000 schedules of 3 to 7 peers over all profiles, 30 of 50 peers and three of 200, over all cores. A failure prints how
 to replay it with its trace; `scripts/simulate` plays as many more as one likes.
 """
 
@@ -10,41 +10,15 @@ from dataclasses import replace
 
 import pytest
 import sim_record
-from sim_batch import Cell, Tally, cores, play_cells, replay_command, spread
+from sim_batch import Cell, Tally, play_cells, replay_command
+from sim_beside import Beside, cells, play_now
 from sim_profiles import PROFILES, build, play
 from sim_sharing import shared_work
 
-WITHIN_S = 1200.0
-"""Deadline of all schedules together, on a machine that has other things to do."""
-
-SMALL = [3, 4, 5, 6, 7]
-FEW = [("calm", 1, 10), ("lossy", 1, 10), ("lossy", 2, 20), ("crashy", 1, 10), ("crashy", 2, 20), ("torn", 1, 10)]
-FEW += [
-    ("torn", 2, 20),
-    ("partition", 2, 20),
-    ("halves", 2, 10),
-    ("unable", 2, 10),
-    ("pair", 2, 20),
-    ("finishers", 2, 10),
-]
-"""(profile, peers, schedules) below three peers, where one decides alone."""
-LONG = "lineages"
-"""The profile whose schedules last long enough for lineages to lose: a fifth as many of them take as long."""
-LARGE = ["calm", "lossy", "crashy", "exchanges", "vanishing", "hostile"]
-HUGE = ["calm", "lossy", "crashy"]
-
-
-def cells() -> list[Cell]:
-    few = [Cell(profile=profile, peers=peers, first=0, count=count) for profile, peers, count in FEW]
-    fifty = [Cell(profile=profile, peers=50, first=0, count=2) for profile in LARGE]
-    two_hundred = [Cell(profile=profile, peers=200, first=0, count=1) for profile in HUGE]
-    quick = [profile for profile in PROFILES if profile != LONG]
-    return [*spread(quick, SMALL, 970), *spread([LONG], SMALL, 30), *few, *fifty, *two_hundred]
-
 
 @pytest.fixture(scope="module")
-def tallies() -> list[Tally]:
-    return list(play_cells(cells(), jobs=cores(), within_s=WITHIN_S))
+def tallies(played_beside: Beside | None) -> list[Tally]:
+    return play_now() if played_beside is None else played_beside.result()
 
 
 @pytest.mark.slow
@@ -64,8 +38,8 @@ def test_no_schedule_breaks_an_invariant(profile: str, tallies: list[Tally]) -> 
 
 def test_as_many_schedules_as_are_promised() -> None:
     planned = cells()
-    assert sum(cell.count for cell in planned if 3 <= cell.peers <= 7) >= 1000
-    assert sum(cell.count for cell in planned if cell.peers == 50) >= 12
+    assert sum(cell.count for cell in planned if 3 <= cell.peers <= 7) >= 3000
+    assert sum(cell.count for cell in planned if cell.peers == 50) >= 30
     assert sum(cell.count for cell in planned if cell.peers == 200) >= 3
 
 
