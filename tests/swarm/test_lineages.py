@@ -54,7 +54,8 @@ def test_the_loser_of_two_lineages_follows_the_electors_and_reports_what_it_lost
             return a.last is not None and bool(a.last.lost_lineages)
 
         wait_all(nodes, followed, "the loser is taken in", 4 * ROUND_S)
-        assert any("2 live electors since round" in reason and "following it in" in reason for reason in seen), seen
+        # Whether one or both of the others have been heard by then is a matter of moments.
+        assert any("live elector" in reason and "following it in" in reason for reason in seen), seen
         status = a.status()
         assert status.lineage == first
         assert status.left_lineage is None
