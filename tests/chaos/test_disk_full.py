@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemons import ROUND_S, Daemon, assert_agreed, daemons, reasons, wait_all, wait_counted
+from daemons import LEAVE_S, ROUND_S, Daemon, assert_agreed, daemons, reasons, wait_all, wait_counted
 
 pytestmark = [
-    pytest.mark.chaos_long,
     pytest.mark.swarm,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own for one node is mounted by root only"),
@@ -68,6 +67,7 @@ def three(make: object) -> tuple[Daemon, Daemon, Daemon]:
     return a, full, c
 
 
+@pytest.mark.chaos_long
 def test_the_others_go_on_and_it_comes_back_by_itself(tmp_path: Path, small_disk: Path) -> None:
     with daemons(tmp_path) as make:
         a, full, c = three(make)
@@ -99,6 +99,7 @@ def test_the_others_go_on_and_it_comes_back_by_itself(tmp_path: Path, small_disk
         assert "free some space" not in full.status().reason
 
 
+@pytest.mark.chaos_long
 def test_killed_on_a_full_disk_it_starts_from_what_it_had(tmp_path: Path, small_disk: Path) -> None:
     with daemons(tmp_path) as make:
         a, full, c = three(make)
@@ -110,3 +111,19 @@ def test_killed_on_a_full_disk_it_starts_from_what_it_had(tmp_path: Path, small_
         wait_counted([a, full, c], 2, "all three are counted again", 2 * ROUND_S)
         assert_agreed(a, full, c, at_least=2)
         assert not list(small_disk.glob("runs/*/chain.log.torn-*")), "a refused record leaves nothing behind"
+
+
+def test_it_leaves_in_time_and_says_so_on_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
+    with daemons(tmp_path) as make:
+        a, full = make("a"), make("full")
+        a.start("--run", "micro", *LOOPBACK).wait_listening()
+        full.start("--join", a.address, *LOOPBACK)
+        wait_counted([a, full], 1, "both are counted", 2 * ROUND_S)
+        wait_all([a, full], lambda: keep_full(small_disk, full), "the disk is full")
+        code, seconds = full.terminate()
+        assert (code, seconds <= LEAVE_S) == (0, True), (seconds, full.output)
+        assert not full.survivors()
+        wait_all([a], lambda: (seen := a.peer(full)) is None or not seen.connected, "A knows that it left", 5.0)
+        assert "it left" in a.home.log_file.read_text(errors="replace").rpartition("peer gone")[2]
+        for path in (full.home.control_socket, full.home.attach_socket, full.home.daemon_file):
+            assert not path.exists(), path
