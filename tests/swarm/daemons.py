@@ -245,6 +245,14 @@ class Daemon:
         assert self.last is not None
         return self.last
 
+    def wait_output(self, words: str, within_s: float = COMMAND_S) -> None:
+        """Until the operator has seen `words`. Raises `TooLate`."""
+        deadline_s = time.monotonic() + within_s
+        while words not in self.output:
+            if time.monotonic() > deadline_s:
+                raise TooLate(f"{self.name} did not say {words!r} within {within_s:.0f} s: {self.output[-2000:]}")
+            time.sleep(0.02)
+
     def wait_listening(self) -> Status:
         return self.wait(lambda status: bool(status.addresses), "listening", LISTEN_S)
 
