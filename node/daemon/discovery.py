@@ -217,6 +217,8 @@ class Discovery:
         self._bootstrap = [one for one in bootstrap if one.peer_id != owner.peer_id]
         self._remembered = remembered
         self._candidates: dict[PeerId, _Candidate] = {}
+        self._goodbye_until_s: dict[PeerId, float] = {}
+        """Bootstrap peers that said goodbye: not dialled before."""
         self._news = trio.Event()
         self._met = trio.Event()
         """Somebody may be new in the file of known peers."""
@@ -261,6 +263,8 @@ class Discovery:
     def on_goodbye(self, peer_id: PeerId) -> None:
         """It said that it leaves: it still listens for a moment, and is not to be called back in it."""
         due_s = trio.current_time() + AFTER_GOODBYE_S
+        if any(address.peer_id == peer_id for address in self._bootstrap):
+            self._goodbye_until_s[peer_id] = due_s
         if candidate := self._candidates.get(peer_id):
             candidate.due_s = max(candidate.due_s, due_s)
         elif len(self._candidates) < MAX_CANDIDATES:
@@ -277,6 +281,12 @@ class Discovery:
                 self.bootstrap_errors.pop(address, None)
                 delay_s = FIRST_RETRY_S
                 await changed.wait()
+                continue
+            if (until_s := self._goodbye_until_s.pop(address.peer_id, 0.0)) > trio.current_time():
+                self.bootstrap_errors[address] = "it has just left"
+                with trio.move_on_at(until_s):
+                    while address.peer_id not in self._owner.links:
+                        await self._owner.links_changed().wait()
                 continue
             try:
                 await self._owner.connect(address.peer_id, [address])

@@ -44,6 +44,8 @@ STRANGER_BUFFER_BYTES = 1024 * 1024
 
 PEER_BUFFER_BYTES = 16 * 1024 * 1024
 MAX_URGENT_FRAMES = 1024
+MAX_WAITING_FRAMES = 64
+"""Of writers of one connection; those that gave up waiting leave theirs."""
 MAX_PEERS_STORED = 1000
 MAX_ADDRESSES_STORED = 16
 
@@ -122,11 +124,27 @@ class PatientStream(YamuxStream):  # type: ignore[misc]
         raise MuxedStreamError(f"the peer read nothing for {STALL_TIMEOUT_S:.0f} s")
 
 
+class _Frame:
+    """A frame that waits to be written."""
+
+    __slots__ = ("data", "over", "written")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.written = False
+        self.over = trio.Event()
+        """Written, or never to be."""
+
+
 class HardenedYamux(Yamux):  # type: ignore[misc]
-    """Yamux whose read loop never waits for a write, and whose peer cannot make it hoard.
+    """Yamux whose read loop never waits for a write, whose writers may be cancelled, whose peer cannot make it hoard.
 
     The library answers pings and SYNs from its read loop under the lock that writers hold while they wait for the
     other side's read loop: two such sides freeze. Here the read loop only queues those answers.
+
+    The library's writers write themselves: one that is cancelled (a deadline) has numbered a Noise message that is
+    never sent, or sent half of it, and the peer can decrypt nothing from then on. Here one task writes, and a writer
+    that is cancelled no longer waits for its frame.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +161,11 @@ class HardenedYamux(Yamux):  # type: ignore[misc]
         self.refused_streams = 0
         self._reader: trio.lowlevel.Task | None = None
         self._urgent: deque[bytes] = deque()
-        self._urgent_arrived = trio.Event()
+        self._frames: deque[_Frame] = deque()
+        self._arrived = trio.Event()
+        self._room = trio.lowlevel.ParkingLot()
+        self._written_out = False
+        """Nothing is written any more."""
         self._muted = False
 
     def greet(self) -> None:
@@ -154,7 +176,7 @@ class HardenedYamux(Yamux):  # type: ignore[misc]
     async def start(self) -> None:
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._write_urgent)
+                nursery.start_soon(self._write)
                 await super().start()
                 nursery.cancel_scope.cancel()
         finally:
@@ -175,31 +197,45 @@ class HardenedYamux(Yamux):  # type: ignore[misc]
                 raise RawConnError("the peer asks for answers faster than it reads them")
             self.queue_urgent(data)
             return
-        async with self._write_lock:
-            await self._write_queued()
-            await self.secured_conn.write(data)
+        while len(self._frames) >= MAX_WAITING_FRAMES and not self._written_out:
+            await self._room.park()
+        frame = _Frame(data)
+        if not self._written_out:
+            self._frames.append(frame)
+            self._arrived.set()
+            await frame.over.wait()
+        if not frame.written:
+            raise RawConnError("the connection ended before this was written")
 
     def queue_urgent(self, frame: bytes) -> None:
         """Written before anything else, as soon as the peer takes it."""
         self._urgent.append(frame)
-        self._urgent_arrived.set()
+        self._arrived.set()
 
-    async def _write_queued(self) -> None:
-        """With the write lock held."""
-        while self._urgent:
-            frames = b"".join(self._urgent)
-            self._urgent.clear()
-            await self.secured_conn.write(frames)
-
-    async def _write_urgent(self) -> None:
-        while True:
-            await self._urgent_arrived.wait()
-            self._urgent_arrived = trio.Event()
-            try:
-                async with self._write_lock:
-                    await self._write_queued()
-            except (RawConnError, IOException, OSError):
-                return  # the read loop notices the broken connection and cleans up
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._arrived.wait()
+                self._arrived = trio.Event()
+                while self._urgent or self._frames:
+                    if self._urgent:
+                        urgent = b"".join(self._urgent)
+                        self._urgent.clear()
+                        await self.secured_conn.write(urgent)
+                    else:
+                        await self.secured_conn.write(self._frames[0].data)
+                        frame = self._frames.popleft()
+                        frame.written = True
+                        frame.over.set()
+                        self._room.unpark()
+        except (RawConnError, IOException, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            return  # the read loop notices the broken connection and cleans up
+        finally:
+            self._written_out = True
+            self._room.unpark_all()
+            for frame in self._frames:
+                frame.over.set()
+            self._frames.clear()
 
     async def _read_data_body(self, length: int) -> bytes:
         buffered = sum(len(buffer) for buffer in self.stream_buffers.values())
@@ -219,7 +255,7 @@ class HardenedYamux(Yamux):  # type: ignore[misc]
             await stream.reset()
 
     async def close(self, error_code: int = yamux.GO_AWAY_NORMAL) -> None:
-        """Says goodbye only if it can at once: a stuck peer holds the write lock, for which the library would wait."""
+        """Says goodbye only if it can at once: what a stuck peer does not take, the library would wait for."""
         if not self._muted and not self.event_shutting_down.is_set():
             with trio.move_on_after(0.5):
                 with contextlib.suppress(RawConnError, IOException, OSError):

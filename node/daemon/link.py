@@ -51,6 +51,10 @@ FIRST_PING_INTERVAL_S = 0.5
 PING_LOST_AFTER_S = 5.0
 SILENCE_S = 30.0
 """A peer that says nothing for so long, pongs included, is gone: TCP does not notice a stopped machine."""
+GOODBYE_HEARD_S = 1.5
+"""For a goodbye to arrive, and the peer's end of the link to come back."""
+LAST_WORDS_S = 1.0
+"""After nothing can be written any more."""
 
 _log = structlog.get_logger(__name__)
 
@@ -162,12 +166,16 @@ class Link:
             self._nursery.cancel_scope.cancel()
 
     async def say_goodbye(self, reason: str) -> None:
-        """A last frame, if the peer still reads."""
-        with trio.move_on_after(0.5):
+        """A last frame, if the peer still reads. Returns when it was heard: the peer closes the link then.
+
+        Else the connection might end first, and with it what the peer has received and not read.
+        """
+        with trio.move_on_after(GOODBYE_HEARD_S):
             try:
                 await self._stream.send(encode_frame(Goodbye(reason)))
             except LinkClosed:
                 return
+            await self.closed.wait()
 
     async def refuse(self, refusal: Refused) -> None:
         """End the link with a sentence that the peer can show."""
@@ -219,7 +227,12 @@ class Link:
         while True:
             frames = await self._outbox.take()
             self._writing = True
-            await self._stream.send(*frames)
+            try:
+                await self._stream.send(*frames)
+            except LinkClosed:
+                # What the peer said last, a goodbye perhaps, may not be read yet; the end of the reading ends this.
+                await trio.sleep(LAST_WORDS_S)
+                raise
             self._writing = False
             self._wrote.set()
             self._wrote = trio.Event()

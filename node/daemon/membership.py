@@ -159,6 +159,8 @@ class _Held(msgspec.Struct):
     received_at_s: float
     allowance: float
     """Records that its owner may still send at once."""
+    left: bool = False
+    """Its owner said goodbye in this incarnation, which never comes back."""
 
 
 class Membership:
@@ -255,6 +257,8 @@ class Membership:
         allowance = RECORDS_AT_ONCE - 1.0
         held = self._held.get(record.peer_id) or self._former.get(record.peer_id)
         if held is not None:
+            if held.left and held.record.incarnation == record.incarnation:
+                return Verdict.KNOWN  # somebody has passed it on later than the goodbye came
             if held.record.sequence >= record.sequence:
                 new_life = record.incarnation != held.record.incarnation
                 return Verdict.OUTDATED if new_life and held.record.sequence > record.sequence else Verdict.KNOWN
@@ -294,6 +298,7 @@ class Membership:
     def forget(self, peer_id: PeerId) -> None:
         """A peer said that it leaves."""
         if peer_id in self._held:
+            self._held[peer_id].left = True
             self._drop(peer_id)
             self._change()
 

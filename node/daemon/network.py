@@ -60,6 +60,7 @@ MAX_ANNOUNCED = 16
 ADDRESS_INTERVAL_S = 30.0
 MAX_EVENTS = 256
 GOODBYE_S = 2.0
+STOPPED = "it was stopped"
 
 Handler: TypeAlias = Callable[[PeerId, bytes], Awaitable[bytes]]
 
@@ -140,6 +141,7 @@ class Network:
         self.links: dict[PeerId, Link] = {}
         """Everyone connected, also those that have no run yet. Only the network changes it."""
         self._discovering = trio.CancelScope()
+        self._leaving = False
         self.counts: Counter[str] = Counter()
         self.inbox = Inbox(self.counts)
         self.introductions = Introductions(owner=self, version=version, incarnation=incarnation)
@@ -348,9 +350,13 @@ class Network:
         self.tell(PeerConnected(peer=link.peer_id))
         self._change_links()
         try:
-            self._nursery.start_soon(self.discovery.on_link, link, addresses)
-            if self.is_member(link):
-                self._nursery.start_soon(self.gossip.welcome, link)
+            if self._leaving:
+                # Dialled in the moment between the goodbye and the end of the host: its record would outlive it.
+                self._nursery.start_soon(link.say_goodbye, STOPPED)
+            else:
+                self._nursery.start_soon(self.discovery.on_link, link, addresses)
+                if self.is_member(link):
+                    self._nursery.start_soon(self.gossip.welcome, link)
             await link.run_until_closed()
         finally:
             if self.links.get(link.peer_id) is link:
@@ -435,7 +441,8 @@ class Network:
         # Else a bootstrap address is dialled again as soon as its goodbye has ended the link, and who was told that
         # this node left sees it come back and die.
         self._discovering.cancel()
+        self._leaving = True
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.discovery.save)
             for link in self.links.values():
-                nursery.start_soon(link.say_goodbye, "it was stopped")
+                nursery.start_soon(link.say_goodbye, STOPPED)

@@ -412,6 +412,36 @@ def test_both_sides_may_send_bulk_beside_requests() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("open_one", [bare_host, our_host])
+def test_a_writer_that_gives_up_ends_only_the_bare_connection(open_one: Callable[[], Any]) -> None:
+    """A deadline of one request must not cost a peer, and all that others have under way with it."""
+
+    async def main() -> None:
+        async with open_one() as one, open_one() as other:
+            if open_one is bare_host:
+                other.set_stream_handler(ECHO, echo)
+            await connect(one, other)
+            streams = [await one.new_stream(other.get_id(), [ECHO]) for _ in range(2)]
+
+            async def write() -> None:
+                with contextlib.suppress(Exception):
+                    await streams[0].write(b"perhaps")
+
+            for turns in range(40):  # one of them is between the encryption and the sending
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(write)
+                    for _ in range(turns):
+                        await trio.lowlevel.checkpoint()
+                    nursery.cancel_scope.cancel()
+            heard = b""
+            with trio.move_on_after(3.0), contextlib.suppress(Exception):
+                await streams[1].write(b"hello")
+                heard = await streams[1].read(5)
+            assert (heard == b"hello") is (open_one is our_host)
+
+    run(main)
+
+
 @pytest.mark.parametrize("kind", [Yamux, HardenedYamux])
 def test_a_reader_that_pauses_for_seven_seconds_breaks_only_the_bare_stream(kind: type[Yamux]) -> None:
     async def main() -> None:

@@ -142,6 +142,20 @@ def test_belief_ends_by_the_local_clock_and_does_not_come_back() -> None:
     in_virtual_time(main)
 
 
+def test_who_said_goodbye_comes_back_in_a_new_life_only() -> None:
+    async def main() -> None:
+        peer = Identity.generate()
+        mine = table(Identity.generate())
+        mine.accept(signed(peer, 3))
+        mine.forget(peer.peer_id)
+        assert mine.accept(signed(peer, 4)) is Verdict.KNOWN, "passed on by others, later than the goodbye came"
+        assert peer.peer_id not in mine.records
+        assert mine.accept(signed(peer, 5, incarnation=b"next life")) is Verdict.NEWS
+        mine.forget(Identity.generate().peer_id)
+
+    in_virtual_time(main)
+
+
 def test_a_peer_whose_clock_went_back_learns_its_number_from_the_others() -> None:
     async def main() -> None:
         peer = Identity.generate()
