@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.cli import runs
 from node.daemon.chain_log import HEADER_BYTES, MAGIC, ChainLog, FrameKind
-from node.daemon.contribution import WorkLedger
+from node.daemon.contribution import WorkLedger, counted_tokens
 from node.daemon.identity import hold_identity
 from node.daemon.store import Store
 from node.daemon.work_book import enter, read_chain
@@ -57,16 +58,16 @@ def read_account(home: Home) -> Account | None:
             _enter_records(frames, tip.prev, commits, reformed)
             for left in directory.glob("chain.log.left-*"):
                 _enter_records(_frames_left(left, run.run_id), None, commits, reformed)
-            peers = {
-                ready.sender
-                for kind, body in frames
-                if kind is FrameKind.COMMIT
-                for ready in decode_commit(body).roster.message.readys
-            }
+            chain: Counter[PeerId] = Counter()
+            for kind, body in frames:
+                if kind is FrameKind.COMMIT:
+                    commit = decode_commit(body)
+                    for ready in commit.roster.message.readys:
+                        chain[ready.sender] += sum(counted_tokens(commit, ready.sender))
             return Account(
                 peer=identity.peer_id,
                 work=ledger.status().exact,
-                chain={peer: read_chain(store, peer, None).total for peer in peers},
+                chain=dict(chain),
                 commits=commits,
                 reformed=reformed,
                 tip=(tip.lineage, tip.round),

@@ -182,17 +182,17 @@ class Conductor:
     def _leave(self, index: int, then: Callable[[], None]) -> None:
         processes = list(self.swarm.processes(index).values())
         asked_s = self.watch.now_s
-        self.swarm.ask_to_leave(index)
+        took = self.swarm.ask_to_leave(index)
 
         def look() -> None:
-            took_s = self.watch.now_s - asked_s
-            if not self.swarm.has_left(index) and took_s < LEAVES_WITHIN_S + 2:
+            if not took.done() and self.watch.now_s - asked_s < LEAVES_WITHIN_S + 2:
                 self.at(self.watch.now_s + TURN_S, look)
                 return
-            if not self.swarm.has_left(index):
+            if not took.done():
                 self.swarm.kill(index)
-            if took_s > LEAVES_WITHIN_S + 2 * TURN_S:
+            if (took_s := took.result(timeout=LEAVES_WITHIN_S)) > LEAVES_WITHIN_S:
                 self.late.append(f"node {index} took {took_s:.1f} s to leave")
+            self.swarm.has_left(index)
             self.swarm.look_for_survivors(processes)
             then()
 

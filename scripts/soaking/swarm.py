@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -103,12 +106,22 @@ class SoakSwarm(LocalSwarm):
         self.kill(index)
         self.look_for_survivors(processes)
 
-    def ask_to_leave(self, index: int) -> None:
-        """SIGTERM. Returns at once; `has_left` says when."""
+    def ask_to_leave(self, index: int) -> Future[float]:
+        """SIGTERM. Returns at once; `has_left` says when it has, and the result how many seconds that took."""
         node = self.nodes[index]
-        assert node.process is not None
+        process = node.process
+        assert process is not None
         node.was_ended = True
-        node.process.send_signal(signal.SIGTERM)
+        asked_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        took: Future[float] = Future()
+
+        def wait() -> None:  # in a thread of its own: the soak has other things to do when the process ends
+            process.wait()
+            took.set_result(time.monotonic() - asked_s)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return took
 
     def has_left(self, index: int) -> bool:
         node = self.nodes[index]
@@ -140,19 +153,12 @@ class SoakSwarm(LocalSwarm):
 def wait_ended(swarm: SoakSwarm, indices: Sequence[int], within_s: float) -> dict[int, float]:
     """SIGTERM to all of them together; seconds that each took. Those that take longer are killed, and missing here."""
     processes = {index: list(swarm.processes(index).values()) for index in indices}
-    asked_s: dict[int, float] = {}
-    for index in indices:
-        asked_s[index] = time.monotonic()
-        swarm.ask_to_leave(index)
-    took: dict[int, float] = {}
-    until_s = time.monotonic() + within_s
-    while len(took) < len(indices) and time.monotonic() < until_s:
-        for index in indices:
-            if index not in took and swarm.has_left(index):
-                took[index] = time.monotonic() - asked_s[index]
-        time.sleep(0.05)
+    leaving = {index: swarm.ask_to_leave(index) for index in indices}
+    futures.wait(leaving.values(), within_s)
+    took = {index: one.result() for index, one in leaving.items() if one.done()}
     for index in indices:
         if index not in took:
             swarm.kill(index)
+        swarm.has_left(index)
         swarm.look_for_survivors(processes[index])
     return took
