@@ -70,6 +70,20 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     state_hash: str | None = None
     tokens_per_s: float | None = None
     round_trip_ms: float | None = None
+    """To it, smoothed; an answer that does not come counts as one that takes 5 s."""
+    round_trip_age_s: float | None = None
+    """Since its newest answer."""
+    lost_answers: float | None = None
+    """Share of the newest pings that it did not answer in time."""
+    sent_bytes_s: float | None = None
+    """To it, the best that was seen; the link carries at least that."""
+    received_bytes_s: float | None = None
+    """From it, likewise. Of this node's own row: over all links together."""
+    rates_age_s: float | None = None
+    """Since a transfer last told anything of either."""
+    up_bytes_s: float | None = None
+    """What its own line carries away, as it says in its record."""
+    down_bytes_s: float | None = None
     version: str | None = None
     dropped: int = 0
     """Messages of it that were refused."""
@@ -201,6 +215,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens counted by the run."""
     tokens_per_s: float = 0.0
     """Training speed of this node."""
+    up_bytes_s: float | None = None
+    """What this node's line was seen to carry away, over all links together; None: not measured yet."""
+    down_bytes_s: float | None = None
+    """What it was seen to bring in."""
+    line_age_s: float | None = None
+    """Since a transfer last told anything of either."""
     loss: float | None = None
     """Training loss of this node, newest."""
     validation_loss: float | None = None

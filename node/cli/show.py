@@ -70,6 +70,7 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
     table.add_row("run", f"{status.run_name or '-'}  {short(status.run_id)}")
     table.add_row("round", f"{status.round}{final}   state {short(status.state_hash)}")
     table.add_row("members", f"{status.members} alive")
+    table.add_row("line", _line(status))
     losses = number(status.loss)
     if status.validation_loss is not None:
         losses += f"   validation {number(status.validation_loss)}"
@@ -125,23 +126,57 @@ def history_table(rounds: Iterable[HistoryRound], status: Status) -> Table:
     return table
 
 
+def _line(status: Status) -> str:
+    """What this node's line carries."""
+    if status.line_age_s is None:
+        return "not measured yet"
+    return (
+        f"{rate(status.up_bytes_s)} up   {rate(status.down_bytes_s)} down   at least, seen {age(status.line_age_s)} ago"
+    )
+
+
 def members_table(members: Iterable[MemberStatus], own: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("peer", "name", "alive", "member", "round", "state", "tokens/s", "latency", "version"):
-        table.add_column(title, no_wrap=True, justify="right" if title in {"round", "tokens/s", "latency"} else "left")
+    """Whole on a terminal of 80 columns. Rates are in bytes per second, and of the link to each peer: to it, and from
+    it; of this node's own row, over all links together."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.add_column("peer", no_wrap=True)
+    table.add_column("name", no_wrap=True, max_width=10)
+    table.add_column("is", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for title in ("round", "tokens/s", "latency", "up", "down", "age"):
+        table.add_column(title, no_wrap=True, justify="right")
     for member in members:
         table.add_row(
             f"…{member.peer_id[-8:]}",
             "this node" if member.peer_id == own else member.name or "",
-            "yes" if member.alive else "no",
-            "yes" if member.member else "no",
+            _standing(member),
+            member.state_hash[:6] if member.state_hash else "-",
             "-" if member.round is None else str(member.round),
-            short(member.state_hash),
             "-" if member.tokens_per_s is None else quantity(member.tokens_per_s),
             "-" if member.round_trip_ms is None else f"{member.round_trip_ms:.1f} ms",
-            member.version or "",
+            "-" if member.sent_bytes_s is None else quantity(member.sent_bytes_s),
+            "-" if member.received_bytes_s is None else quantity(member.received_bytes_s),
+            "-" if member.rates_age_s is None else age(member.rates_age_s),
         )
     return table
+
+
+def _standing(member: MemberStatus) -> str:
+    """In one word."""
+    if member.member:
+        return "member" if member.alive else "silent"
+    return "alive" if member.alive or member.connected else "gone"
+
+
+def rate(bytes_s: float | None) -> str:
+    return "-" if bytes_s is None else f"{quantity(bytes_s)}B/s"
+
+
+def age(seconds: float) -> str:
+    """`45s`, `12m`, `3h`."""
+    if seconds < 100:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 6000 else f"{seconds / 3600:.0f}h"
 
 
 def short(hexadecimal: str | None) -> str:

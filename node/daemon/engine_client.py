@@ -174,6 +174,9 @@ class EngineClient:
     async def recompute(self, request: api.Recompute) -> api.Recomputed:
         return await self._ask(request, api.Recomputed)
 
+    async def probe(self, *, peer_id: str) -> api.Probed:
+        return await self._ask(api.Probe(id=0, peer_id=peer_id), api.Probed)
+
     async def fetch_artifact(self, *, hash: bytes, length: int, sources: tuple[str, ...], timeout_s: float) -> api.Done:
         request = api.FetchArtifact(id=0, hash=hash, length=length, sources=sources, timeout_s=timeout_s)
         return await self._ask(request, api.Done)

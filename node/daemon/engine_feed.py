@@ -80,12 +80,10 @@ class EngineFeed:
                         self._storage.refused(PARTS, event.reason)
                     case api.StorageWorks():
                         self._storage.works(PARTS)
-                    case api.PeerRate():
-                        self._network.record_rate(
-                            event.peer_id,
-                            sent_bytes_s=event.sent_bytes_s,
-                            received_bytes_s=event.received_bytes_s,
-                        )
+                    case api.LinkMeasured():
+                        self._network.link_table.saw_peer(event.peer_id, event.rates)
+                    case api.LineMeasured():
+                        self._network.link_table.saw_line(event.rates)
 
     async def _fetch_token(self, engine: EngineClient, peer_id: str) -> None:
         token: bytes | None = None

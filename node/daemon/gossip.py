@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ import structlog
 import trio
 
 from node.daemon.link import Link
-from node.daemon.membership import MAX_LINKS, LinkSummary, Membership, Verdict, link_key
+from node.daemon.link_table import LinkTable
+from node.daemon.membership import LIFETIME_S, Membership, Verdict
 from node.daemon.reputation import Reputation
 from node.daemon.streams import RequestFailed
 from node.errors import StrangerError
@@ -20,11 +22,15 @@ from protocol.names import Digest, PeerId
 
 PUBLISH_INTERVAL_S = 10.0
 MIN_PUBLISH_INTERVAL_S = 1.0
+PUBLISH_INTERVAL_EACH_S = 0.6
+"""With every record more, each is sent so much less often: a node gets about five copies of each, so eight records a
+second and 8 kB/s (records of 1 kB), in a run of any size."""
+LIVES = 3
+"""Records of a large run that may be lost in a row before their owner is believed no longer."""
 FORWARDED_TO = 4
 """Of the connected peers, chosen at random, those that get another's news from here."""
 
 MAX_RECORDS_A_FRAME = 1000
-MAX_RATES = 1000
 MAX_TABLE_BYTES = 3 * 1024 * 1024
 TABLE_METHOD = "membership"
 TABLE_TIMEOUT_S = 20.0
@@ -40,6 +46,7 @@ class GossipOwner(Protocol):
     counts: Counter[str]
     run_id: Digest | None
     membership: Membership
+    link_table: LinkTable
 
     @property
     def peers(self) -> Mapping[PeerId, Link]: ...
@@ -51,7 +58,6 @@ class Gossip:
     def __init__(self, owner: GossipOwner, reputation: Reputation) -> None:
         self._owner = owner
         self._reputation = reputation
-        self._rates: dict[PeerId, tuple[float | None, float | None]] = {}
 
     async def run(self) -> None:
         """Until cancelled: publish this node's record, let others' expire."""
@@ -110,33 +116,38 @@ class Gossip:
             table.append(data)
         return msgspec.msgpack.encode(table)
 
-    def record_rate(self, peer: PeerId, sent_bytes_s: float | None, received_bytes_s: float | None) -> None:
-        sent, received = self._rates.pop(peer, (None, None))
-        self._rates[peer] = (sent_bytes_s or sent, received_bytes_s or received)
-        while len(self._rates) > MAX_RATES:
-            del self._rates[next(iter(self._rates))]
+    @property
+    def _spacing_s(self) -> float:
+        """Between two records of this node, of which the second is in no hurry."""
+        return max(MIN_PUBLISH_INTERVAL_S, PUBLISH_INTERVAL_EACH_S * len(self._owner.membership.records))
 
-    def _link_summaries(self) -> dict[str, LinkSummary]:
-        summaries: dict[str, LinkSummary] = {}
-        for peer, link in self._owner.peers.items():
-            if link.round_trip_s is not None and len(summaries) < MAX_LINKS:
-                sent, received = self._rates.get(peer, (None, None))
-                summaries[link_key(peer)] = LinkSummary(round(link.round_trip_s, 5), sent, received)
-        return summaries
+    async def _turn(self, last_s: float) -> None:
+        """Until this node's record is to be sent again, after `last_s`: at once what is urgent, the rest in turn."""
+        membership, spacing_s = self._owner.membership, self._spacing_s
+        with trio.move_on_at(last_s + spacing_s) as hurried:
+            await membership.urgent.wait()
+        if hurried.cancelled_caught:
+            with trio.move_on_at(last_s + max(PUBLISH_INTERVAL_S * random.uniform(0.8, 1.2), spacing_s)):
+                await membership.unpublished.wait()
 
     async def _publish(self) -> None:
-        """This node's record to everyone connected, regularly and soon after a change."""
-        membership = self._owner.membership
+        """This node's record to everyone connected, regularly and after a change."""
+        membership, table = self._owner.membership, self._owner.link_table
+        last_s = -math.inf
         while True:
-            with trio.move_on_after(PUBLISH_INTERVAL_S * random.uniform(0.8, 1.2)):
-                await membership.unpublished.wait()
-            if self._owner.run_id is None:
-                await trio.sleep(MIN_PUBLISH_INTERVAL_S)
-                continue
-            membership.publish(links=self._link_summaries())
-            record = membership.renew()
-            for link in self._owner.peers.values():
-                link.send_gossip((record,))
+            await self._turn(last_s)
+            last_s = trio.current_time()
+            if self._owner.run_id is not None:
+                up_bytes_s, down_bytes_s = table.line.tell()
+                membership.publish(
+                    links=table.summaries(self._owner.peers),
+                    up_bytes_s=up_bytes_s,
+                    down_bytes_s=down_bytes_s,
+                    lifetime_s=max(LIFETIME_S, LIVES * self._spacing_s),
+                )
+                record = membership.renew()
+                for link in self._owner.peers.values():
+                    link.send_gossip((record,))
             await trio.sleep(MIN_PUBLISH_INTERVAL_S)
 
     async def _expire(self) -> None:

@@ -16,6 +16,7 @@ import structlog
 import trio
 
 from node.daemon.outbox import MAX_QUEUED_BYTES, Outbox
+from node.daemon.round_trips import LOST_AFTER_S, RoundTrips
 from node.daemon.streams import (
     MAX_FRAME_BYTES,
     Answer,
@@ -48,7 +49,6 @@ STRANGER_REQUESTS_AT_ONCE = 20.0
 PING_INTERVAL_S = 5.0
 FIRST_PINGS = 4
 FIRST_PING_INTERVAL_S = 0.5
-PING_LOST_AFTER_S = 5.0
 SILENCE_S = 30.0
 """A peer that says nothing for so long, pongs included, is gone: TCP does not notice a stopped machine."""
 GOODBYE_HEARD_S = 1.5
@@ -89,10 +89,8 @@ class Link:
         """Whether this side opened the connection."""
         self.remote_host = remote_host
         self.connected_at_s = trio.current_time()
-        self.round_trip_s: float | None = None
-        """Smoothed; None until the first answer."""
+        self.round_trips = RoundTrips()
         self.pings_sent = 0
-        self.pings_lost = 0
         self.dropped_datagrams = 0
         self.closed = trio.Event()
         self.why_closed = ""
@@ -114,6 +112,11 @@ class Link:
         self._allowance = STRANGER_REQUESTS_AT_ONCE
         self._allowance_at_s = trio.current_time()
         stream.max_frame_bytes = MAX_FRAME_BYTES
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Smoothed; None until the first answer."""
+        return self.round_trips.smoothed_s
 
     @property
     def bytes_sent(self) -> int:
@@ -245,9 +248,9 @@ class Link:
             await trio.sleep(FIRST_PING_INTERVAL_S if count < FIRST_PINGS else PING_INTERVAL_S)
             now = trio.current_time()
             for nonce, sent_s in list(self._pings.items()):
-                if now - sent_s > PING_LOST_AFTER_S:
+                if now - sent_s > LOST_AFTER_S:
                     del self._pings[nonce]
-                    self.pings_lost += 1
+                    self.round_trips.lost()
             if now - self._last_heard_s > SILENCE_S:
                 raise LinkClosed(f"it said nothing for {SILENCE_S:.0f} s")
 
@@ -260,11 +263,8 @@ class Link:
         sent_s = self._pings.pop(nonce, None)
         if sent_s is None:
             return  # too late (counted as lost), or never asked
-        sample_s = trio.current_time() - sent_s
-        if self.round_trip_s is None:
-            self.round_trip_s = sample_s
-        else:
-            self.round_trip_s += (sample_s - self.round_trip_s) / 8
+        now_s = trio.current_time()
+        self.round_trips.answered(now_s - sent_s, now_s)
 
     # ------------------------------------------------------------ receiving
 

@@ -24,10 +24,11 @@ from node.errors import StrangerError
 from protocol.names import Digest, Keyring, PeerId
 
 MAX_RECORD_BYTES = 4096
-MAX_RECORDS = 1000
+MAX_RECORDS = 2048
+"""Members of the largest roster, and as many that are dead or new."""
 MAX_LINKS = 48
 LIFETIME_S = 60.0
-MAX_LIFETIME_S = 600.0
+MAX_LIFETIME_S = 3600.0
 RECORDS_AT_ONCE = 5.0
 RECORDS_PER_S = 1.0
 """Of one peer; what is beyond is a flood, and a later record makes up for what was dropped."""
@@ -40,10 +41,12 @@ _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5}
 
 
 class LinkSummary(msgspec.Struct, frozen=True, array_like=True):
-    """One of a peer's links, as it measured it."""
+    """One of a peer's links, as it measured it: two digits that hold still while only noise moves them."""
 
     round_trip_s: float
+    """An answer that does not come counts as one that takes 5 s."""
     sent_bytes_s: float | None = None
+    """The best that was seen, whatever else went over both lines at the same time: the link carries at least that."""
     received_bytes_s: float | None = None
 
 
@@ -83,6 +86,9 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The IP address from which its peers see it come; empty: not known yet."""
     lifetime_s: float = LIFETIME_S
 
+
+URGENT_FIELDS = frozenset({"run", "addresses", "data_addresses", "certificate_sha256", "reachable", "data_reachable", "seen_at"})
+"""Without which this node is not found or not reached. Everything else may wait for its turn."""
 
 OWN_FIELDS = frozenset(MembershipRecord.__struct_fields__) - {"peer_id", "sequence", "incarnation", "version"}
 
@@ -195,6 +201,8 @@ class Membership:
         self._changed = trio.Event()
         self.unpublished = trio.Event()
         """Set when this node's record differs from what was last sent."""
+        self.urgent = trio.Event()
+        """Set when it differs in what others need at once."""
 
     @property
     def records(self) -> Mapping[PeerId, MembershipRecord]:
@@ -222,26 +230,32 @@ class Membership:
         """Change fields of this node's record; the network sends it soon. Raises `TypeError` for an unknown field."""
         if unknown := fields.keys() - OWN_FIELDS:
             raise TypeError(f"a membership record has no settable field {', '.join(sorted(unknown))}")
-        updated = msgspec.structs.replace(self._mine, **fields)
-        if updated != self._mine:
+        before, updated = self._mine, msgspec.structs.replace(self._mine, **fields)
+        if updated != before:
             self._mine = updated
             if updated.run:
                 self._records[updated.peer_id] = updated
+            self._own_data = b""
             self._change()
             self.unpublished.set()
+            if any(getattr(updated, field) != getattr(before, field) for field in URGENT_FIELDS):
+                self.urgent.set()
 
     def renew(self) -> bytes:
-        """This node's record, newly numbered and signed, ready to send."""
+        """This node's record, newly numbered and signed, to be sent to all."""
+        self.unpublished, self.urgent = trio.Event(), trio.Event()
+        return self._sign()
+
+    def newest(self) -> bytes:
+        """This node's record as it stands, signed, for one peer; the others are still to get it."""
+        return self._own_data or self._sign()
+
+    def _sign(self) -> bytes:
         self._mine = msgspec.structs.replace(self._mine, sequence=self._mine.sequence + 1)
         if self._mine.run:
             self._records[self._mine.peer_id] = self._mine
-        self.unpublished = trio.Event()
         self._own_data = sign_record(self._mine, self._keyring)
         return self._own_data
-
-    def newest(self) -> bytes:
-        """This node's record as it stands, signed."""
-        return self.renew() if self.unpublished.is_set() or not self._own_data else self._own_data
 
     # ------------------------------------------------------------ others' records
 
@@ -291,7 +305,9 @@ class Membership:
         self._verify(record, body, signature)
         self._lives_seen += 1
         self._mine = msgspec.structs.replace(self._mine, sequence=record.sequence)
+        self._own_data = b""
         self.unpublished.set()
+        self.urgent.set()
         if self._lives_seen >= LIVES_BEFORE_ALARM:
             self._on_duplicate(f"its record names the addresses {', '.join(record.addresses) or 'unknown'}")
 
@@ -321,5 +337,5 @@ class Membership:
 
     def table(self) -> tuple[bytes, ...]:
         """Every record with its signature, this node's included, for a joiner."""
-        own = (self._own_data,) if self._own_data and self._mine.run else ()
+        own = (self.newest(),) if self._mine.run else ()
         return own + tuple(held.data for held in self._held.values())

@@ -39,6 +39,8 @@ class _Collector(Collector):
             ("atoll_round", "Round being worked on.", status.round),
             ("atoll_members", "Members alive, this node included.", status.members),
             ("atoll_tokens_per_second", "Training speed of this node.", status.tokens_per_s),
+            ("atoll_line_up_bytes_per_second", "Seen to be carried away by this node's line.", status.up_bytes_s),
+            ("atoll_line_down_bytes_per_second", "Seen to be brought in by it.", status.down_bytes_s),
             ("atoll_loss", "Newest training loss of this node.", status.loss),
             ("atoll_validation_loss", "Newest validation loss.", status.validation_loss),
             ("atoll_trainer_attached", "1 while a trainer is attached.", status.trainer.attached),

@@ -35,6 +35,7 @@ from node.daemon.introductions import (
     PeerRefused,
 )
 from node.daemon.link import Link
+from node.daemon.link_table import LinkTable
 from node.daemon.membership import Membership
 from node.daemon.reachability import Reachability
 from node.daemon.remembered import RememberedPeers
@@ -153,6 +154,7 @@ class Network:
             name=name,
             on_duplicate=self.introductions.alarm_duplicate,
         )
+        self.link_table = LinkTable(identity.peer_id)
         self.gossip = Gossip(self, self.introductions.reputation)
         self._announce = tuple(announce)
         self._listening: list[Address] = []
@@ -308,12 +310,6 @@ class Network:
     def serve(self, method: str, handler: Handler) -> None:
         """Answer requests; `AtollError` of the handler travels as a sentence. Replaces an earlier handler."""
         self._handlers[method] = handler
-
-    def record_rate(
-        self, peer: PeerId, *, sent_bytes_s: float | None = None, received_bytes_s: float | None = None
-    ) -> None:
-        """A transfer's measured rate, for this node's link summary."""
-        self.gossip.record_rate(peer, sent_bytes_s, received_bytes_s)
 
     # ------------------------------------------------------------ what a link asks
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from node.daemon.training_speed import TrainingSpeed
 from node.status import MAX_HISTORY_ROUNDS, AuditStatus, HistoryRound, LastRound, LostLineage, WorkStatus
 from protocol.chain import ChainState
 from protocol.events import Verdict
@@ -93,6 +94,8 @@ class Observations:
     loss: float | None = None
     validation_loss: float | None = None
     tokens_per_s: float = 0.0
+    speed: TrainingSpeed = field(default_factory=TrainingSpeed)
+    """The same, as others are told of it."""
     bytes_sent: int = 0
     """In exchanges since the last commit."""
     bytes_received: int = 0

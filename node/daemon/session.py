@@ -25,6 +25,7 @@ from node.daemon.mending import mend_chain
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.outcomes import Corrupt, Over, Refused
+from node.daemon.prober import Prober
 from node.daemon.storage import Storage
 from node.daemon.store import JournalState, Store, StoreError
 from node.daemon.supervisor_client import EngineHandle, EngineRestarted, SupervisorClient, TrainerExited
@@ -206,6 +207,7 @@ class RunSession:
                 nursery.start_soon(self._feed.keep_peers, engine)
                 nursery.start_soon(self._watch_supervisor, handle.life)
                 nursery.start_soon(self._watch_inventory, engine)
+                nursery.start_soon(Prober(network=self._network, engine=engine, idle=self._trains).run)
                 nursery.start_soon(self._mend_chain)
                 await obtain_artifacts(
                     self.manifest.artifacts,
@@ -246,6 +248,10 @@ class RunSession:
             if machine is not None and machine.phase != "training":
                 self._host.explain(machine.reason)  # what a trainer that has contributed waits for
             await trio.sleep(INVENTORY_EVERY_S)
+
+    def _trains(self) -> bool:
+        """No exchange or vote is under way."""
+        return self.machine is not None and self.machine.phase == "training"
 
     async def _mend_chain(self) -> None:
         if not self._chain_is_whole:
@@ -429,7 +435,9 @@ class RunSession:
     def _publish_tip(self) -> None:
         base = self.store.state.base
         self._network.membership.publish(
-            round=base.round, state_hash=base.state_hash, tokens_per_s=self._observations.tokens_per_s
+            round=base.round,
+            state_hash=base.state_hash,
+            tokens_per_s=self._observations.speed.tell() if self._host.attached else 0.0,
         )
 
 

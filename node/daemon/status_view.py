@@ -9,6 +9,7 @@ from node.daemon.engine_client import EngineFailed
 from node.daemon.identity import Identity
 from node.daemon.network import Network
 from node.daemon.observations import Observations
+from node.daemon.round_trips import RoundTrips
 from node.daemon.session import RunSession
 from node.daemon.supervisor_client import SupervisorClient
 from node.daemon.trainer_host import TrainerHost
@@ -93,6 +94,7 @@ class StatusView:
         base = state.base if state is not None else None
         left = session.store.left if session is not None else None
         progress = self._host.progress
+        line = self._network.link_table.line
         return Status(
             peer_id=self._identity.peer_id,
             name=self._settings.name,
@@ -116,6 +118,9 @@ class StatusView:
             coordinator=machine.round.leader() if machine is not None else None,
             tokens_total=state.tokens_total if state is not None else 0,
             tokens_per_s=seen.tokens_per_s if self._host.attached else 0.0,
+            up_bytes_s=line.sent_bytes_s,
+            down_bytes_s=line.received_bytes_s,
+            line_age_s=line.age_s,
             loss=seen.loss,
             validation_loss=seen.validation_loss,
             last_round=seen.last_round,
@@ -163,19 +168,28 @@ class StatusView:
         for peer in sorted(known):
             record = records.get(peer)
             link = self._network.peers.get(peer)
-            round_trip_s = link.round_trip_s if link is not None else None
+            own = peer == self._identity.peer_id
+            trips = link.round_trips if link is not None else RoundTrips()
+            rates = self._network.link_table.line if own else self._network.link_table.rates_of(peer)
             rows.append(
                 MemberStatus(
                     peer_id=peer,
                     name=(record.name or None) if record is not None else None,
                     addresses=record.addresses if record is not None else (),
                     connected=link is not None,
-                    alive=peer in live or peer == self._identity.peer_id,
+                    alive=peer in live or own,
                     member=machine is not None and member(machine.state, peer) is not None,
                     round=record.round if record is not None else None,
                     state_hash=record.state_hash.hex() if record is not None and record.state_hash else None,
                     tokens_per_s=record.tokens_per_s if record is not None else None,
-                    round_trip_ms=round_trip_s * 1000 if round_trip_s is not None else None,
+                    round_trip_ms=None if trips.smoothed_s is None else trips.smoothed_s * 1000,
+                    round_trip_age_s=None if trips.answered_at_s is None else trio.current_time() - trips.answered_at_s,
+                    lost_answers=trips.lost_share if link is not None else None,
+                    sent_bytes_s=rates.sent_bytes_s,
+                    received_bytes_s=rates.received_bytes_s,
+                    rates_age_s=rates.age_s,
+                    up_bytes_s=record.up_bytes_s if record is not None else None,
+                    down_bytes_s=record.down_bytes_s if record is not None else None,
                     version=record.version if record is not None else None,
                 )
             )

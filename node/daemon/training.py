@@ -214,6 +214,7 @@ class Training:
                 self._progress = event
                 self._observations.loss = event.loss if event.loss is not None else self._observations.loss
                 self._observations.tokens_per_s = event.tokens_per_s
+                self._observations.speed.saw(event.round, event.tokens_per_s)
                 self._post_progress()
         elif isinstance(event, wire.Validated):
             self._observations.saw_validation(event.round, event.loss)

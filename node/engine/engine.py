@@ -20,9 +20,11 @@ from node.engine.artifacts import ArtifactStore
 from node.engine.drops import Drops
 from node.engine.exchange import Exchange
 from node.engine.fetch import Fetcher, FetchFailed
+from node.engine.gauge import Gauge
 from node.engine.geometry import Geometry
 from node.engine.outbox import Outbox
 from node.engine.parts import PartStore
+from node.engine.probing import ProbeAllowance, Prober, filling
 from node.engine.recompute import KeptLeaves, Recomputer
 from node.engine.requests import Requester, Responder
 from node.engine.serving import Serving
@@ -77,10 +79,17 @@ class Engine:
             leaves=lambda parts_root, part: self._outbox.leaf(parts_root, part) or kept.find(parts_root, part),
             threads=self._threads,
             serving=self._serving,
+            may_probe=ProbeAllowance(exchanging=lambda: self._traffic.exchanging).grant,
+            probe=filling,
             dropped=self.dropped,
         )
+        self._gauge = Gauge(lambda: self._switchboard.links(), say)
         self._traffic = Traffic(
-            geometry=self._geometry, requester=self._requester, responder=responder, dropped=self.dropped
+            geometry=self._geometry,
+            requester=self._requester,
+            responder=responder,
+            gauge=self._gauge,
+            dropped=self.dropped,
         )
         self._switchboard = Switchboard(
             nursery=nursery,
@@ -110,6 +119,9 @@ class Engine:
             kept=kept,
             threads=self._threads,
         )
+        self._prober = Prober(
+            exchanging=lambda: self._traffic.exchanging, switchboard=self._switchboard, requester=self._requester
+        )
         self._exchange_scopes: dict[bytes, trio.CancelScope] = {}
         self._headers: dict[tuple[bytes, int], _Pending] = {}
         self._to_state, self._state_requests = trio.open_memory_channel[StateRequest](QUEUE_LENGTH)
@@ -122,6 +134,7 @@ class Engine:
         port = await self._switchboard.listen(self._request.listen_host, self._request.listen_port, context)
         self._nursery.start_soon(self._keeper.run)
         self._nursery.start_soon(self._serving.run)
+        self._nursery.start_soon(self._gauge.run)
         self._nursery.start_soon(self._run_state_requests)
         return port
 
@@ -159,6 +172,9 @@ class Engine:
                 return
             case api.Recompute():
                 self._nursery.start_soon(self._answer, request.id, partial(self._recomputer.run, request))
+                return
+            case api.Probe():
+                self._nursery.start_soon(self._answer, request.id, partial(self._prober.run, request))
                 return
             case api.KeepCommits():
                 self._nursery.start_soon(self._answer, request.id, partial(self._keep_commits, request))

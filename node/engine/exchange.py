@@ -19,7 +19,6 @@ from node.engine import api
 from node.engine.exchange_checks import UpChecks, why_bad_part
 from node.engine.exchange_duties import Duties
 from node.engine.exchange_partials import Partials
-from node.engine.exchange_rates import LinkRates
 from node.engine.exchange_sums import WaitingSums
 from node.engine.exchange_view import view_of
 from node.engine.frames import (
@@ -112,7 +111,6 @@ class Exchange:
         """Failed edges that have not said WANT since."""
         self._wanted_on: set[Link] = set()
         """Links whose WANT was answered: one each."""
-        self._rates = LinkRates()
         self._stopped = False
         self.over = False
         """Nothing is left to do but to serve those who want its parts."""
@@ -164,8 +162,6 @@ class Exchange:
                 await self._wake.wait()
 
     async def _report(self) -> None:
-        for rate in self._rates.measured():
-            await self._emit(rate)
         await self._emit(
             api.ExchangeEnded(
                 roster_id=self.roster_id,
@@ -208,7 +204,6 @@ class Exchange:
         index = self._index.get(link.peer_id)
         if index is None or self._stopped:
             return
-        self._rates.begin(link)
         payload = pack_want(*self._duties.held_from(index), self._geometry.part_count)
 
         async def load() -> tuple[bytes, Buffer]:

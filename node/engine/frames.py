@@ -99,12 +99,14 @@ class Subject(IntEnum):
     SNAPSHOT_CHUNKS = 5
     LEAF = 6
     """A part of a contribution, by its READY's root: codec bytes, then their proof (`protocol.commitment`)."""
+    PROBE = 7
+    """As many bytes as asked for, of no meaning."""
 
 
 class AskMeta(msgspec.Struct, frozen=True, array_like=True):
     subject: int
     chunk: int = 0
-    """Which chunk, of artifacts and snapshots; which part, of a contribution."""
+    """Which chunk, of artifacts and snapshots; which part, of a contribution; how many bytes, of a probe."""
     round: int = 0
     """Of a snapshot."""
 

@@ -72,20 +72,35 @@ class Meter:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.busy_s = 0.0
+        self.began: Callable[[], None] = _nothing
+        """Called when a lane becomes busy and none was."""
+        self._busy_s = 0.0
         self._active = 0
         self._since = 0.0
 
+    @property
+    def busy_s(self) -> float:
+        """Until now."""
+        return self._busy_s + (trio.current_time() - self._since if self._active else 0.0)
+
+    @property
+    def active(self) -> bool:
+        return self._active > 0
+
     def begin(self) -> None:
-        if self._active == 0:
-            self._since = trio.current_time()
         self._active += 1
+        if self._active == 1:
+            self._since = trio.current_time()
+            self.began()
 
     def end(self, size: int) -> None:
         self._active -= 1
         self.bytes += size
         if self._active == 0:
-            self.busy_s += trio.current_time() - self._since
+            self._busy_s += trio.current_time() - self._since
+
+
+def _nothing() -> None: ...
 
 
 class Link:
@@ -98,7 +113,7 @@ class Link:
         self.groups: set[bytes] = set()
         """Tokens under which its lanes were opened."""
         self._receiver = receiver
-        self._lanes: dict[trio.CancelScope, None] = {}
+        self._lanes: dict[trio.CancelScope, Stream] = {}
         self._first: list[tuple[int, int, Outgoing]] = []
         self._queued_ever = 0
         self._later: deque[Outgoing] = deque()
@@ -107,6 +122,12 @@ class Link:
     @property
     def lanes(self) -> int:
         return len(self._lanes)
+
+    @property
+    def sockets(self) -> list[trio.socket.SocketType]:
+        """Of its lanes."""
+        transports = (stream.transport_stream for stream in self._lanes.values())
+        return [one.socket for one in transports if isinstance(one, trio.SocketStream)]
 
     @property
     def queued(self) -> int:
@@ -142,7 +163,7 @@ class Link:
     async def run_lane(self, stream: Stream) -> None:
         """Carry frames over `stream` until it breaks or the link closes; closes the stream and the link."""
         scope = trio.CancelScope()
-        self._lanes[scope] = None
+        self._lanes[scope] = stream
         try:
             if not self.closed:
                 with scope:

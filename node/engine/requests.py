@@ -123,9 +123,16 @@ class Responder:
         leaves: Callable[[bytes, int], bytes | None],
         threads: Threads,
         serving: Serving,
+        may_probe: Callable[[str, int], bool],
+        probe: Callable[[int], Buffer],
         dropped: Drops,
     ) -> None:
-        """`leaves`: a contribution's part with its proof, by its READY's root and the part's number."""
+        """`leaves`: a contribution's part with its proof, by its READY's root and the part's number.
+
+        `may_probe`: whether a peer gets so many bytes of no meaning; `probe`: these.
+        """
+        self._may_probe = may_probe
+        self._probe = probe
         self._leaves = leaves
         self._serving = serving
         self._parts = parts
@@ -147,8 +154,14 @@ class Responder:
         self._owed[link] += 1
         answer = Outgoing(kind=Kind.ANSWER, id=header.id, part=header.part, load=_nothing)
 
+        may_probe = question.subject == Subject.PROBE and self._may_probe(link.peer_id, question.chunk)
+
         async def load() -> tuple[bytes, Buffer]:
-            data = await self._threads.bulk(partial(self._read, header.id, question))
+            data: Buffer | None
+            if question.subject == Subject.PROBE:
+                data = self._probe(question.chunk) if may_probe else None
+            else:
+                data = await self._threads.bulk(partial(self._read, header.id, question))
             if link in self._owed:
                 self._owed[link] -= 1
             if data is None:
@@ -181,6 +194,8 @@ class Responder:
                 case Subject.SNAPSHOT_CHUNKS:
                     hashes = self._snapshots.chunk_hashes(question.round, content)
                     return None if hashes is None else b"".join(hashes)
+                case Subject.PROBE:
+                    return None  # nothing is read for it
         except (OSError, OverflowError) as error:
             self._dropped.count(f"a read for a peer failed: {error}")
             return None

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from node.engine.drops import Drops
 from node.engine.exchange import Exchange
 from node.engine.frames import Header, Kind, want_payload_bytes
+from node.engine.gauge import Gauge
 from node.engine.geometry import Geometry
 from node.engine.link import Link
 from node.engine.requests import Requester, Responder
@@ -19,12 +20,15 @@ MAX_EARLY_WANTS = 4
 class Traffic:
     """The `LinkWatcher` of the switchboard."""
 
-    def __init__(self, *, geometry: Geometry, requester: Requester, responder: Responder, dropped: Drops) -> None:
+    def __init__(
+        self, *, geometry: Geometry, requester: Requester, responder: Responder, gauge: Gauge, dropped: Drops
+    ) -> None:
         self.exchanges: dict[bytes, Exchange] = {}
         """By roster id: those under way, or still served."""
         self._geometry = geometry
         self._requester = requester
         self._responder = responder
+        self._gauge = gauge
         self._dropped = dropped
         self._early: dict[Link, OrderedDict[bytes, bytearray]] = {}
 
@@ -47,6 +51,7 @@ class Traffic:
     # ---------------------------------------------------------------- LinkWatcher
 
     def link_up(self, link: Link) -> None:
+        self._gauge.watch(link)
         for exchange in self.exchanges.values():
             exchange.link_up(link)
 

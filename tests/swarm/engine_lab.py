@@ -92,7 +92,8 @@ class LabEngine:
     """Where the others dial it, if not at `port`: a `Proxy`."""
     held: dict[tuple[bytes, int], api.PartRef] = field(default_factory=dict)
     ended: dict[bytes, api.ExchangeEnded] = field(default_factory=dict)
-    rates: list[api.PeerRate] = field(default_factory=list)
+    links: list[api.LinkMeasured] = field(default_factory=list)
+    lines: list[api.LineMeasured] = field(default_factory=list)
     storage: list[api.StorageFailed | None] = field(default_factory=list)
     """`StorageFailed` events; None: `StorageWorks`."""
     changed: trio.Event = field(default_factory=trio.Event)
@@ -176,8 +177,10 @@ class LabEngine:
                     self.storage.append(event)
                 case api.StorageWorks():
                     self.storage.append(None)
-                case api.PeerRate():
-                    self.rates.append(event)
+                case api.LinkMeasured():
+                    self.links.append(event)
+                case api.LineMeasured():
+                    self.lines.append(event)
             self.changed.set()
             self.changed = trio.Event()
 

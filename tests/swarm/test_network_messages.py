@@ -396,7 +396,7 @@ def test_two_that_dial_each_other_at_once_keep_the_same_connection(tmp_path: Pat
 def test_a_peer_that_says_nothing_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "SILENCE_S", 1.0)
     monkeypatch.setattr(link, "PING_INTERVAL_S", 0.2)
-    monkeypatch.setattr(link, "PING_LOST_AFTER_S", 0.3)
+    monkeypatch.setattr(link, "LOST_AFTER_S", 0.3)
 
     async def main() -> None:
         async with nodes(tmp_path) as some:
@@ -408,6 +408,6 @@ def test_a_peer_that_says_nothing_is_dropped(tmp_path: Path, monkeypatch: pytest
             monkeypatch.setattr(theirs._outbox, "put_urgent", lambda frame: None)  # neither pings nor pongs any more
             await kept.closed.wait()
             assert kept.why_closed == "it said nothing for 1 s"
-            assert kept.pings_lost > 0
+            assert kept.round_trips.lost_share > 0
 
     run(main)

@@ -156,7 +156,33 @@ def test_what_people_see(swarm: LocalSwarm) -> None:
 
 PEER = "12D3KooWSxPZtoku4kBoyVp2HYjKENqtr7n1PSqcVjCxseU6GLVU"
 STATE = "0123456789ab" + "0" * 52
-FACTS = ("run", "round", "members", "loss", "tokens", "work here", "trainer", "memory", "disk", "peer id")
+FACTS = ("run", "round", "members", "line", "loss", "tokens", "work here", "trainer", "memory", "disk", "peer id")
+
+
+def test_peers_are_shown_whole_on_a_terminal_of_80_columns() -> None:
+    far = MemberStatus(
+        peer_id=PEER,
+        name="a name that is too long for it",
+        alive=True,
+        member=True,
+        round=123_456,
+        state_hash=STATE,
+        tokens_per_s=123_456.0,
+        round_trip_ms=5000.0,
+        sent_bytes_s=123.4e6,
+        received_bytes_s=999.9e6,
+        rates_age_s=5940.0,
+    )
+    own = MemberStatus(peer_id=PEER, alive=True, member=True, sent_bytes_s=2e6, received_bytes_s=3.5e6, rates_age_s=7.0)
+    gone = MemberStatus(peer_id=PEER[:-1] + "X", name="garage")
+    lines = rendered(show.members_table([far, own, gone], ""), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    head, _, first, second, third = (line.split() for line in lines)
+    assert head == ["peer", "name", "is", "state", "round", "tokens/s", "latency", "up", "down", "age"]
+    assert first[-9:] == ["member", "012345", "123456", "123.5k", "5000.0", "ms", "123.4M", "999.9M", "99m"]
+    assert second[-3:] == ["2.0M", "3.5M", "7s"]
+    assert third == [f"…{PEER[-8:-1]}X", "garage", "gone", *["-"] * 7]
+    assert (show.age(99.0), show.age(5999.0), show.age(7200.0), show.rate(None)) == ("99s", "100m", "2h", "-")
 
 
 def in_phase(phase: str, **facts: Any) -> Status:
@@ -170,6 +196,9 @@ AT_WORK: dict[str, Any] = {
     "final_round": 400,
     "state_hash": STATE,
     "members": 4,
+    "up_bytes_s": 123.4e6,
+    "down_bytes_s": 999.9e6,
+    "line_age_s": 5940.0,
     "loss": 5.0,
     "validation_loss": 5.25,
     "tokens_total": 307_200_000,

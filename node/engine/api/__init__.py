@@ -28,6 +28,7 @@ from node.engine.api.answers import (
     Inventoried,
     Opened,
     PartsFetched,
+    Probed,
     Recomputed,
     StateLoaded,
 )
@@ -35,9 +36,11 @@ from node.engine.api.engine_events import (
     CallWanted,
     ExchangeEnded,
     HeaderWanted,
+    LineMeasured,
+    LinkMeasured,
     PartHeld,
     PayloadDropped,
-    PeerRate,
+    Rates,
     StorageFailed,
     StorageWorks,
     TokenWanted,
@@ -65,6 +68,7 @@ from node.engine.api.transfer_requests import (
     Inventory,
     KeepCommits,
     Peer,
+    Probe,
     Recompute,
     SetPeers,
     ShardPlan,
@@ -96,6 +100,8 @@ __all__ = [
     "Inventoried",
     "Inventory",
     "KeepCommits",
+    "LineMeasured",
+    "LinkMeasured",
     "LoadInitial",
     "LoadSnapshot",
     "Open",
@@ -105,7 +111,9 @@ __all__ = [
     "PartsFetched",
     "PayloadDropped",
     "Peer",
-    "PeerRate",
+    "Probe",
+    "Probed",
+    "Rates",
     "Recompute",
     "Recomputed",
     "Request",
@@ -146,6 +154,7 @@ Request: TypeAlias = (
     | FetchSnapshot
     | Inventory
     | KeepCommits
+    | Probe
 )
 Event: TypeAlias = (
     TokenWanted
@@ -154,9 +163,12 @@ Event: TypeAlias = (
     | PartHeld
     | PayloadDropped
     | ExchangeEnded
-    | PeerRate
+    | LinkMeasured
+    | LineMeasured
     | StorageFailed
     | StorageWorks
 )
-Answer: TypeAlias = Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Recomputed | Inventoried
+Answer: TypeAlias = (
+    Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Recomputed | Inventoried | Probed
+)
 FromEngine: TypeAlias = Answer | Event

@@ -59,6 +59,13 @@ class Recomputed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bytes_received: int
 
 
+class Probed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: int
+    bytes_received: int
+    why: str
+    """Why it ended early, in one sentence; empty: it did not. What it measured comes as `LinkMeasured`."""
+
+
 class Inventoried(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: int
     snapshots: tuple[Snapshot, ...]

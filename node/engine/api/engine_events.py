@@ -61,12 +61,27 @@ class ExchangeEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """peer id → why one of its slots closed without it (as seen here)."""
 
 
-class PeerRate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A transfer's measured rate, for the link table."""
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """The best that was seen of a stretch of traffic; None: too little of it to say anything."""
+
+    sent_bytes_s: float | None = None
+    sent_is_sure: bool = False
+    """There was always something to send, and it went no faster. Else it may go faster, and nothing more is known."""
+    received_bytes_s: float | None = None
+    received_is_sure: bool = False
+
+
+class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of the link to one peer, whatever else went over the line at the same time."""
 
     peer_id: str
-    sent_bytes_s: float | None = None
-    received_bytes_s: float | None = None
+    rates: Rates
+
+
+class LineMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of this node's line: all links together."""
+
+    rates: Rates
 
 
 class StorageFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -153,6 +153,16 @@ class Recompute(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return int.from_bytes(self.contributing_bytes, "little")
 
 
+class Probe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have a peer send a few bytes of no use, so that something is known of the link where nothing was sent. → Probed.
+
+    An exchange ends it at once. The peer gives as much as it likes, which may be nothing.
+    """
+
+    id: int
+    peer_id: str
+
+
 class FetchArtifact(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Get an artifact by hash, in chunks, resumable, from any of `sources`. → Done when it lies in artifacts/."""
 

@@ -1,0 +1,222 @@
+"""How fast links and the line were while there was traffic, by the kernel's own counters (design section 7).
+
+Not bytes over a round's time: that tells of waits for sums and votes, and of how much there was to send. Nor bytes over
+the time in which a lane was busy: the kernel takes megabytes at once that a slow line carries away over minutes, and a
+loop that was late reads at memory's speed what came meanwhile. What the other end's kernel has confirmed, and what ours
+has received, over a second of unbroken traffic, is what was carried; the fastest such second of a stretch of traffic
+is the most that it can prove. It is a lower bound: `node.daemon.rates` says what is made of several.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from node.engine import api
+from node.engine.link import Link
+from node.engine.tcp_info import tcp_info
+
+WINDOW_S = 1.0
+"""Several round trips: a lost packet's successors are confirmed all at once when it has come again."""
+TICK_S = 0.05
+TICK_EACH_LANE_S = 0.0005
+"""So that reading many connections takes some percent of a core at most."""
+QUIET_S = 0.5
+"""Without traffic: the stretch is over."""
+LONGEST_S = 30.0
+"""Then a stretch is told of, and the next one begins."""
+MIN_BYTES = 1 << 18
+"""Less says more of latency than of a rate."""
+SURE_S = 1.0
+"""Seconds in which a direction was pressed for all that it gives."""
+BUSY_SHARE = 0.8
+HELD_SHARE = 0.2
+"""Of its time a sender may be held by the receiver's window, and still have been as fast as the link."""
+UNFAIR_SHARE = 0.5
+"""A link that gets less than this of what the others get at the same time is slower than the line that they share."""
+
+
+class Stretch:
+    """One direction of a link, or of all of them, in one stretch of traffic."""
+
+    def __init__(self, now_s: float) -> None:
+        self._bytes = 0
+        self._points = deque([(now_s, 0)])
+        """When how many bytes had been carried, over the last window."""
+        self._began_s = now_s
+        self._moved_at_s = now_s
+        """When bytes were last carried."""
+        self._best_bytes_s = 0.0
+        self._pressed_s = 0.0
+
+    def tick(self, moved_bytes: int, now_s: float, *, pressed: bool) -> None:
+        """`moved_bytes` since the last tick; `pressed`: in this time there was always more to carry."""
+        since_s = self._points[-1][0]
+        if moved_bytes:
+            if not self._bytes:
+                self._began_s = since_s
+            self._bytes += moved_bytes
+            self._moved_at_s = now_s
+        if pressed:
+            self._pressed_s += now_s - since_s
+        self._points.append((now_s, self._bytes))
+        while len(self._points) > 2 and now_s - self._points[1][0] >= WINDOW_S:
+            self._points.popleft()
+        oldest_s, before = self._points[0]
+        if (seconds := now_s - oldest_s) >= WINDOW_S:
+            self._best_bytes_s = max(self._best_bytes_s, (self._bytes - before) / seconds)
+
+    def best(self) -> tuple[float | None, bool]:
+        """Bytes per second, None for too few bytes; and whether the link gave no more although it was pressed."""
+        if self._bytes < MIN_BYTES:
+            return None, False
+        seconds = self._moved_at_s - self._began_s
+        if seconds < WINDOW_S:
+            return self._bytes / max(seconds, 1e-3), False
+        return self._best_bytes_s, self._pressed_s >= SURE_S
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Of all lanes of a link, at one moment."""
+
+    acked_bytes: int = 0
+    received_bytes: int = 0
+    waiting: bool = False
+    held_s: float = 0.0
+    sending_busy_s: float = 0.0
+    receiving_busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Moved:
+    """By one link in one direction, between two looks."""
+
+    stretch: Stretch
+    size: int
+    busy: bool
+
+
+class _Watched:
+    """A link in this stretch of traffic."""
+
+    def __init__(self, counters: _Counters, now_s: float) -> None:
+        self.sent = Stretch(now_s)
+        self.received = Stretch(now_s)
+        self._before = counters
+        self._looked_at_s = now_s
+
+    def look(self, now: _Counters, now_s: float) -> tuple[_Moved, _Moved]:
+        """Sent and received since the last look."""
+        before, seconds = self._before, now_s - self._looked_at_s
+        self._before, self._looked_at_s = now, now_s
+        # Fewer bytes than before: a lane has gone.
+        sent = max(0, now.acked_bytes - before.acked_bytes)
+        received = max(0, now.received_bytes - before.received_bytes)
+        waits = before.waiting and now.waiting
+        sending = waits or now.sending_busy_s - before.sending_busy_s >= BUSY_SHARE * seconds
+        held = now.held_s - before.held_s > HELD_SHARE * seconds
+        receiving = now.receiving_busy_s - before.receiving_busy_s >= BUSY_SHARE * seconds
+        return _Moved(self.sent, sent, sending and not held), _Moved(self.received, received, receiving)
+
+
+class Gauge:
+    """Tells of each stretch of traffic when it is over: `LinkMeasured` for each link, `LineMeasured` for all."""
+
+    def __init__(self, links: Callable[[], Sequence[Link]], emit: Callable[[api.Event], Awaitable[None]]) -> None:
+        self._links = links
+        self._emit = emit
+        self._stirred = trio.Event()
+
+    def watch(self, link: Link) -> None:
+        """A new link: its traffic wakes the gauge."""
+        link.sending.began = link.receiving.began = self._stir
+
+    def _stir(self) -> None:
+        self._stirred.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._stirred.wait()
+            await self._watch_stretch()
+
+    async def _watch_stretch(self) -> None:
+        began_s = moved_at_s = now_s = trio.current_time()
+        watched: dict[Link, _Watched] = {}
+        line_sent, line_received = Stretch(now_s), Stretch(now_s)
+        while now_s - moved_at_s < QUIET_S and now_s - began_s < LONGEST_S:
+            self._stirred = trio.Event()
+            links = self._links()
+            ups: list[_Moved] = []
+            downs: list[_Moved] = []
+            for link in links:
+                counters = _read(link)
+                if counters is None:
+                    continue
+                if counters.waiting or link.sending.active or link.receiving.active:
+                    moved_at_s = now_s
+                if link not in watched:
+                    watched[link] = _Watched(counters, now_s)
+                    continue
+                up, down = watched[link].look(counters, now_s)
+                ups.append(up)
+                downs.append(down)
+            _tick(line_sent, ups, now_s)
+            _tick(line_received, downs, now_s)
+            lanes = sum(link.lanes for link in links)
+            await trio.sleep(max(TICK_S, lanes * TICK_EACH_LANE_S))
+            now_s = trio.current_time()
+        if now_s - moved_at_s < QUIET_S:
+            self._stirred.set()  # it goes on: the next stretch begins at once
+        for link, one in watched.items():
+            if (rates := _rates(one.sent, one.received)) is not None:
+                await self._emit(api.LinkMeasured(peer_id=link.peer_id, rates=rates))
+        if (rates := _rates(line_sent, line_received)) is not None:
+            await self._emit(api.LineMeasured(rates=rates))
+
+
+def _tick(line: Stretch, links: Sequence[_Moved], now_s: float) -> None:
+    """One direction of all links that are looked at.
+
+    A single busy link may wait for the line at its other end: this node's own is pressed when two are busy, or when
+    there is no other. A link among several busy ones is pressed when it gets far less than they do: else it is the
+    line that they share.
+    """
+    busy = [moved for moved in links if moved.busy]
+    mean = sum(moved.size for moved in busy) / max(1, len(busy))
+    for moved in links:
+        slowest = len(busy) == 1 or moved.size <= UNFAIR_SHARE * mean
+        moved.stretch.tick(moved.size, now_s, pressed=moved.busy and slowest)
+    line.tick(sum(moved.size for moved in links), now_s, pressed=len(busy) >= max(1, min(2, len(links))))
+
+
+def _read(link: Link) -> _Counters | None:
+    """None: the kernel does not tell, or no lane stands."""
+    total = _Counters(sending_busy_s=link.sending.busy_s, receiving_busy_s=link.receiving.busy_s)
+    sockets = link.sockets
+    for one in sockets:
+        info = tcp_info(one)
+        if info is None:
+            return None
+        total.acked_bytes += info.acked_bytes
+        total.received_bytes += info.received_bytes
+        total.waiting = total.waiting or info.waiting
+        total.held_s += info.held_s / len(sockets)
+    return total if sockets else None
+
+
+def _rates(sent: Stretch, received: Stretch) -> api.Rates | None:
+    """None: there was too little of both."""
+    sent_bytes_s, sent_is_sure = sent.best()
+    received_bytes_s, received_is_sure = received.best()
+    if sent_bytes_s is None and received_bytes_s is None:
+        return None
+    return api.Rates(
+        sent_bytes_s=sent_bytes_s,
+        sent_is_sure=sent_is_sure,
+        received_bytes_s=received_bytes_s,
+        received_is_sure=received_is_sure,
+    )
