@@ -87,7 +87,9 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     lifetime_s: float = LIFETIME_S
 
 
-URGENT_FIELDS = frozenset({"run", "addresses", "data_addresses", "certificate_sha256", "reachable", "data_reachable", "seen_at"})
+URGENT_FIELDS = frozenset(
+    {"run", "addresses", "data_addresses", "certificate_sha256", "reachable", "data_reachable", "seen_at"}
+)
 """Without which this node is not found or not reached. Everything else may wait for its turn."""
 
 OWN_FIELDS = frozenset(MembershipRecord.__struct_fields__) - {"peer_id", "sequence", "incarnation", "version"}
