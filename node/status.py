@@ -204,7 +204,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     member_list: tuple[MemberStatus, ...] = ()
     """All known peers of the run, this node included."""
     group: tuple[str, ...] = ()
-    """Peer ids of the group that this node exchanges in."""
+    """Peer ids of this node's group in the newest round's plan; all members where that has no groups."""
     electors: tuple[str, ...] = ()
     """Peer ids of the members whose votes decide this round."""
     attempt: int = 0

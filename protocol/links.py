@@ -96,7 +96,7 @@ def terrain_of(reports: Reports, roster: Roster, named: Mapping[PeerId, Collecti
         up_bytes_s=_filled(up),
         down_bytes_s=_filled(down),
         rated=any(rate is not None for rate in (*up, *down)),
-        pair_bytes_s=_slow_pairs(peers, mine),
+        pair_bytes_s=slow_pairs(peers, reports),
         round_trip_s=round_trips(peers, reports),
         apart=apart,
     )
@@ -128,7 +128,7 @@ def round_trips(peers: Sequence[PeerId], reports: Reports) -> RatesArray:
     return both
 
 
-def _slow_pairs(peers: Sequence[PeerId], mine: Sequence[Report]) -> RatesArray:
+def slow_pairs(peers: Sequence[PeerId], reports: Reports) -> RatesArray:
     """[n, n] See `Terrain.pair_bytes_s`.
 
     What a pair achieved is mostly its ends' doing, who serve others at the same time. It is the pair's own limit only
@@ -136,8 +136,8 @@ def _slow_pairs(peers: Sequence[PeerId], mine: Sequence[Report]) -> RatesArray:
     """
     place = {peer: index for index, peer in enumerate(peers)}
     achieved = np.full((len(peers), len(peers)), np.nan)
-    for row, report in enumerate(mine):
-        for other, link in report.links.items():
+    for row, peer in enumerate(peers):
+        for other, link in reports.get(peer, _SILENT).links.items():
             column = place.get(other)
             if column is None or column == row:
                 continue
@@ -145,19 +145,15 @@ def _slow_pairs(peers: Sequence[PeerId], mine: Sequence[Report]) -> RatesArray:
                 if rate is not None:
                     # Of two that differ the better one was seen, and the other is the worse measurement.
                     achieved[at] = np.fmax(achieved[at], max(rate, SLOWEST_RATE_BYTES_S))
-    bounds = np.full_like(achieved, np.inf)
-    known = ~np.isnan(achieved)
-    for row, column in np.argwhere(known).tolist():
-        others_of_row = achieved[row, known[row]]
-        others_of_column = achieved[known[:, column], column]
-        usual = min(_median(others_of_row), _median(others_of_column))
-        if achieved[row, column] * SLOW_PAIR_RATIO < usual:
-            bounds[row, column] = achieved[row, column]
-    return bounds
+    usual = np.minimum(_usual(achieved)[:, None], _usual(achieved.T)[None, :])
+    with np.errstate(invalid="ignore"):
+        return np.where(achieved * SLOW_PAIR_RATIO < usual, achieved, np.inf)
 
 
-def _median(values: RatesArray) -> float:
-    return float(np.sort(values)[len(values) // 2])
+def _usual(achieved: RatesArray) -> RatesArray:
+    """[n] Median of each row; infinity for one without measurements."""
+    known = (np.sort(row[~np.isnan(row)]) for row in achieved)
+    return np.array([row[len(row) // 2] if len(row) else np.inf for row in known])
 
 
 def failing(roster: Roster, nils: Mapping[PeerId, Collection[PeerId]]) -> dict[PeerId, set[PeerId]]:

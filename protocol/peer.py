@@ -41,9 +41,7 @@ from protocol.events import (
 from protocol.following import Follower
 from protocol.journal import Journal, Promises, barred_with, promises_at
 from protocol.meeting import Meeting
-from protocol.messages import (
-    Reformed,
-)
+from protocol.messages import Reformed, Roster
 from protocol.names import Base, Digest, Keyring, PeerId
 from protocol.outbox import Outbox
 from protocol.past import Past
@@ -53,6 +51,7 @@ from protocol.receiving import Receiver
 from protocol.reform import Reforming
 from protocol.round import Round
 from protocol.rules import Rules
+from protocol.sites import group_of
 from protocol.standing import Standing
 
 
@@ -117,6 +116,8 @@ class PeerMachine:
         self.meeting = Meeting(self.standing, state=state, follow=self.follower.catch_up, returns=returns)
         self.probation = Probation(self.standing, state, returns=returns)
         self._final_since_s: float | None = None
+        self._last_roster: Roster | None = None
+        """Of the newest commit that was applied in this life."""
         self.finished = False
         promises = promises_at(state.base, journal, lost=journal_lost)
         try:
@@ -207,6 +208,7 @@ class PeerMachine:
         forgotten = self._past_unknown and state.base.lineage not in self._rejoined
         self.standing.voting = state.base.lineage not in self._barred and not forgotten
         self.standing.presence.forget_leaves(state)
+        self.standing.regroup(state)
         self.round = Round(standing=self.standing, state=state, journal=promised, fence=fence)
         self.reforming = Reforming(
             standing=self.standing, state=state, signed=promised.reform, joins=self.round.assembly.joins
@@ -227,6 +229,7 @@ class PeerMachine:
             self.alarm(str(error))
             return
         self.round.learn_pace(commit)
+        self._last_roster = commit.roster.message
         before, self.receiver.previous = self.state, self.round
         self.past.applied(before, commit)
         self.meeting.grew(state, commit)
@@ -347,6 +350,12 @@ class PeerMachine:
     @property
     def attempt(self) -> int:
         return self.round.attempt
+
+    @property
+    def group(self) -> tuple[PeerId, ...]:
+        """My group in the plan of the newest round; all members where that had no groups."""
+        mine = () if self._last_roster is None else group_of(self._last_roster, self.me)
+        return mine or tuple(peer for peer, _ in self.state.members)
 
     @property
     def live(self) -> frozenset[PeerId]:

@@ -8,15 +8,18 @@ Shapes: `n` READYs, `s` shards, `p` parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol import grouping, planning
+from protocol.clusters import Groups
 from protocol.codecs import codec
+from protocol.experience import Experience, Kind
 from protocol.links import NO_REPORTS, RatesArray, Reports, Terrain, failing, terrain_of
 from protocol.messages import Roster
 from protocol.names import PeerId
@@ -27,10 +30,12 @@ from protocol.shares import (
     LARGEST_SHARE,
     WholeVector,
     flat_shares,
+    latency_of,
     program_shares,
     seconds_of,
     whole_shares,
 )
+from protocol.sites import NoSuchPlan, in_groups, rest_alone, site_plan
 from protocol.weights import bits
 
 
@@ -39,6 +44,9 @@ class Outlook:
     """What a coordinator knows of the peers of a roster beyond their READYs."""
 
     reports: Reports = field(default_factory=lambda: NO_REPORTS)
+    groups: Groups = ()
+    """Peers that are near each other (`protocol.clusters`); empty: all are alike."""
+    experience: Experience = field(default_factory=Experience)
     nils: Mapping[PeerId, Collection[PeerId]] = field(default_factory=lambda: MappingProxyType({}))
     """Electors → peers that their NILs of this round name: exchanges with those failed."""
 
@@ -60,15 +68,47 @@ def make_plan(draft: Roster, contributing: int, rules: Rules, outlook: Outlook =
     """The plan of a roster that has none yet. `contributing`: bitmap of its READYs with a slot, not empty."""
     terrain = outlook.terrain(draft)
 
-    def make(leading: int) -> Plan:
-        return _flat(draft, contributing, leading, rules, terrain)
-
-    plain = len(draft.readys) > MAX_FAN + 1 or not (terrain.rated or terrain.apart.any())
-    if plain:
-        plan = grouping.plan_for(draft, contributing, rules)
-    else:
-        plan = grouping.within_limits(draft, contributing, rules, make)
+    plans = _kinds(draft, contributing, rules, terrain, _places(outlook.groups, draft))
+    kind = Kind.FLAT
+    if len(plans) > 1:
+        predicted_s = {kind: _predicted(plan, draft, contributing, rules, terrain) for kind, plan in plans.items()}
+        kind = outlook.experience.choose(predicted_s, draft.base.round, may_try=draft.attempt == 0)
+    plan = plans[kind]
     return Planned(plan=plan, durations_s=predicted_durations(plan, draft, contributing, rules, terrain))
+
+
+def kind_of(plan: Plan) -> Kind:
+    return Kind.GROUPED if in_groups(plan) else Kind.FLAT
+
+
+def _kinds(
+    draft: Roster, contributing: int, rules: Rules, terrain: Terrain, groups: Sequence[Sequence[int]]
+) -> dict[Kind, Plan]:
+    """The plans to choose from, flat first; more than one root can have below it have groups of another kind."""
+    peers = len(draft.readys)
+    if peers > MAX_FAN + 1 or not (terrain.rated or terrain.apart.any()):
+        plans = {Kind.FLAT: grouping.plan_for(draft, contributing, rules)}
+    else:
+        flat = partial(_flat, draft, contributing, rules, terrain)
+        plans = {Kind.FLAT: grouping.within_limits(draft, contributing, rules, flat)}
+    if peers <= MAX_FAN + 1 and 1 < len(groups) < peers:
+        made = _grouped(draft, contributing, rules, terrain, groups)
+        if made is not None:
+            plans[Kind.GROUPED] = made
+    return plans
+
+
+def _places(groups: Groups, draft: Roster) -> list[list[int]]:
+    """Those groups as indices that tile the roster's READYs; who is in none is alone."""
+    place = {ready.sender: index for index, ready in enumerate(draft.readys)}
+    here = ([place[peer] for peer in group if peer in place] for group in groups)
+    return rest_alone([group for group in here if group], len(draft.readys))
+
+
+def _predicted(plan: Plan, roster: Roster, contributing: int, rules: Rules, terrain: Terrain) -> float:
+    dealt = planning.deal(roster.base.digest(), rules.part_count, plan)
+    seconds = seconds_of(plan, contributing, terrain, rules)
+    return predicted_transfer(seconds, dealt) + latency_of(plan, terrain)
 
 
 def predicted_durations(
@@ -92,7 +132,7 @@ def predicted_transfer(seconds: RatesArray, dealt: tuple[int, ...]) -> float:
 # ---------------------------------------------------------------- flat
 
 
-def _flat(draft: Roster, contributing: int, leading: int, rules: Rules, terrain: Terrain) -> Plan:
+def _flat(draft: Roster, contributing: int, rules: Rules, terrain: Terrain, leading: int) -> Plan:
     peers = len(draft.readys)
     roots = roots_among(contributing & leading or contributing, terrain.apart)
     most = _largest_shares(draft, roots, contributing, rules)
@@ -134,6 +174,36 @@ def _largest_shares(draft: Roster, roots: int, contributing: int, rules: Rules) 
         # Too little altogether: whoever is over its limit then is spared, one after another (`within_limits`).
         return _alike(roots, peers)
     return most
+
+
+# ---------------------------------------------------------------- grouped
+
+
+def _grouped(
+    draft: Roster, contributing: int, rules: Rules, terrain: Terrain, groups: Sequence[Sequence[int]]
+) -> Plan | None:
+    """A plan over sites, within everybody's byte limits; None if there is none in which a byte goes by a head."""
+    speed = np.minimum(terrain.up_bytes_s, terrain.down_bytes_s)
+
+    def make(leading: int) -> Plan:
+        even = site_plan(groups, contributing, leading, speed, terrain.apart)
+        if not in_groups(even):
+            raise NoSuchPlan
+        if not terrain.rated:
+            return even
+        most = np.full(len(even.shards), max(LARGEST_SHARE, 1.0 / len(even.shards)))
+        shares = whole_shares(program_shares(seconds_of(even, contributing, terrain, rules), most))
+        return Plan(
+            shards=tuple(
+                replace(shard, share=share) for shard, share in zip(even.shards, shares, strict=True) if share > 0
+            )
+        )
+
+    try:
+        plan = grouping.within_limits(draft, contributing, rules, make)
+    except NoSuchPlan:
+        return None
+    return None if planning.over_limits(draft, plan, contributing, rules) else plan
 
 
 def _alike(roots: int, peers: int) -> RatesArray:

@@ -12,7 +12,7 @@ from protocol.chain import ChainState
 from protocol.journal import Journal, LockedOn, OwnVote, ValidValue
 from protocol.messages import Certificate, Commit, Fetch, PartHeader, Proposal, Ready, Roster, Signed, Vote
 from protocol.names import Digest, PeerId
-from protocol.planner import Outlook
+from protocol.planner import Outlook, kind_of
 from protocol.standing import Standing
 from protocol.votes import ATTEMPTS_KEPT, Agreement, Lock
 
@@ -186,6 +186,8 @@ class Record:
             my_index=index.index(self.me) if self.me in index else None,
         )
         self.candidates[candidate.roster_id] = candidate
+        if problem is None and signed.message.plan is not None:
+            self.standing.experience.saw(kind_of(signed.message.plan), self.base.round)
         self.wanted_rosters.pop(candidate.roster_id, None)
         return candidate
 
@@ -243,16 +245,24 @@ class Record:
         terrain = self.outlook().terrain(roster)
         predicted_s = planner.predicted_durations(roster.plan, roster, contributing, self.rules, terrain)[-1]
         whole = all(header is not None and header.message.bitmap == contributing for header in commit.headers)
+        took_s = candidate.held_s - candidate.seen_s if whole and candidate.held_s is not None else None
+        self.standing.experience.learn(kind_of(roster.plan), self.base.round, took_s)
         self.standing.pace.learn_exchange(
             given_s=roster.durations_s[-1],
             predicted_s=predicted_s,
-            took_s=candidate.held_s - candidate.seen_s if whole and candidate.held_s is not None else None,
+            took_s=took_s,
             failed_before=self.failed_exchanges(roster.attempt) > 0,
         )
 
     def outlook(self) -> Outlook:
         """What I know of the peers' links now."""
-        return Outlook(reports=self.standing.reports, nils=self.agreement.failed_edges())
+        standing = self.standing
+        return Outlook(
+            reports=standing.reports,
+            groups=standing.grouping.groups,
+            experience=standing.experience,
+            nils=self.agreement.failed_edges(),
+        )
 
     @staticmethod
     def held_parts(candidate: Candidate) -> set[int]:

@@ -8,7 +8,9 @@ from typing import Generic, TypeVar
 
 from protocol.assembly import Pace
 from protocol.chain import ChainState
+from protocol.clusters import Grouping, restricted
 from protocol.docket import Docket
+from protocol.experience import Experience
 from protocol.links import NO_REPORTS, Reports
 from protocol.names import Base, PeerId
 from protocol.outbox import Outbox
@@ -114,6 +116,8 @@ class Standing:
     failures: Failures = field(default_factory=lambda: Failures())
     reports: Reports = field(default_factory=lambda: NO_REPORTS)
     """What peers say of their links."""
+    grouping: Grouping = field(default_factory=Grouping)
+    experience: Experience = field(default_factory=Experience)
     fresh: Mapping[PeerId, Heard] = field(default_factory=dict)
     """Everyone else heard of late, as of the event in hand."""
     _members: Derived[frozenset[PeerId]] = field(default_factory=lambda: Derived())
@@ -122,6 +126,16 @@ class Standing:
     def avoided(self, round_number: int) -> tuple[PeerId, ...]:
         """Whom I could not exchange with lately, the newest first."""
         return tuple(dict.fromkeys((*self.failures.since(round_number), *self.failed_edges)))
+
+    def regroup(self, state: ChainState) -> None:
+        """Once a round: which members are near each other by now."""
+        before = self.grouping.groups
+        self.grouping.update([peer for peer, _ in state.members], self.reports)
+        now = self.grouping.groups
+        common = {peer for group in before for peer in group} & {peer for group in now for peer in group}
+        # Who comes and goes changes no site.
+        if restricted(before, common) != restricted(now, common):
+            self.experience.forget()
 
     def on_base(self, base: Base) -> set[PeerId]:
         """Peers heard on exactly this base, and not leaving."""

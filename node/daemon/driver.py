@@ -37,6 +37,7 @@ from protocol.messages import Commit, Evidence
 from protocol.names import Digest, PeerId
 from protocol.peer import PeerMachine
 from protocol.rules import Rules
+from protocol.shares import warm_up
 
 log = structlog.get_logger()
 
@@ -108,6 +109,8 @@ class Driver:
         self._deep_told: Position | None = None
         """Where the lineage branches that the log has named already."""
         self._leaving = False
+        self._solver_is_there = False
+        """What plans over groups take was imported, or is being."""
 
     def post(self, event: events.Event | _ApplyDone) -> None:
         """An event for the machine, from anywhere in the daemon."""
@@ -406,6 +409,9 @@ class Driver:
             state=line.state_hash[:16],
         )
         self._on_commit(commit, applied)
+        if self.machine.standing.grouping.groups and not self._solver_is_there:
+            self._solver_is_there = True
+            self._nursery.start_soon(trio.to_thread.run_sync, warm_up)
         self._snapshot_done = trio.Event()
         self._nursery.start_soon(self._after_commit, commit, after.base.round)
         await self._training.begin(after, counted=done.answer.counted, hard_reset=counted_before)

@@ -112,7 +112,7 @@ class StatusView:
             lost_lineages=tuple(seen.lost_lineages),
             members=self._members_alive(),
             member_list=self._member_list(),
-            group=tuple(peer for peer, _ in state.members) if state is not None else (),
+            group=machine.group if machine is not None else tuple(peer for peer, _ in state.members) if state else (),
             electors=state.electors if state is not None else (),
             attempt=machine.round.attempt if machine is not None else 0,
             coordinator=machine.round.leader() if machine is not None else None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sim_audit import convicted, recompute
 from sim_engine import Engine
+from sim_links import TOLD_EVERY_S
 from sim_model import PARTS, UNIT_TOKENS, Account, Outbox, state_after
 from sim_oracle import Violation
 
@@ -41,6 +42,7 @@ from protocol.events import (
     Persist,
     Received,
     RecomputePart,
+    ReportsChanged,
     Send,
     StartExchange,
     StateCorrupt,
@@ -145,6 +147,14 @@ class Node:
         self.world.note(self.peer, f"starts in round {self.state.base.round}")
         self._train()
         self.feed(Tick())
+        self._tell_links()
+
+    def _tell_links(self) -> None:
+        """What peers report of their links, now and then."""
+        links = self.world.links
+        if links is not None and self.machine is not None:
+            self.feed(ReportsChanged(reports=links.reports()))
+            self.later(TOLD_EVERY_S, self._tell_links)
 
     def crash(self) -> None:
         if self.machine is None:

@@ -233,6 +233,16 @@ PROFILES: dict[str, Profile] = {
         within_s=400.0,
         says="only three may vote, whoever they are after each commit",
     ),
+    "sites": Profile(
+        weather=Weather(
+            sites=2, hidden=0.3, loss=0.02, transfer_loss=0.01, exchange_deaths=0.002, crashes=0.005, down_s=(0.5, 8.0)
+        ),
+        weather_s=60.0,
+        joiners=1,
+        least=3,
+        within_s=400.0,
+        says="two sites with one line each, unequal links, some that nobody can dial; plans follow what is measured",
+    ),
     "hostile": Profile(
         weather=Weather(loss=0.02),
         weather_s=30.0,

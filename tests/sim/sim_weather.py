@@ -34,6 +34,12 @@ class Weather:
     exchange_deaths: float = 0.0
     """Chance to die after any one step of an exchange: started, a payload arrived, a part closed, signed, came down."""
 
+    # Links
+    sites: int = 0
+    """Peers stand in so many sites with one line each, and report what they measure (`sim_links`); 0: nobody does."""
+    hidden: float = 0.0
+    """Share of peers that nobody can dial."""
+
     # Partitions
     partitions: float = 0.0
     """Per second, for the whole swarm."""

@@ -10,6 +10,7 @@ from functools import partial
 
 from sim_faults import Faults
 from sim_hostile import Mischief
+from sim_links import Links
 from sim_model import CheapKeyring
 from sim_node import Node
 from sim_oracle import Oracle, QuorumWatch, Violation
@@ -87,6 +88,7 @@ class World:
         self.nodes: dict[PeerId, Node] = {}
         for peer in (*rules.founders, *joiners):
             self.nodes[peer] = Node(world=self, peer=peer, keyring=CheapKeyring(peer), state=genesis)
+        self.links = Links(self, seed, sites=weather.sites, hidden=weather.hidden) if weather.sites else None
         for peer, kinds in (hostile or {}).items():
             self.hostile.add(peer)
             self.nodes[peer].mischief = Mischief(self.nodes[peer], kinds)
@@ -169,9 +171,12 @@ class World:
         def arrive() -> None:
             alive = lives == (self.nodes[sender].life, self.nodes[to].life) and self.nodes[to].machine is not None
             broken = self.weather.transfer_loss and self.random.random() < self.weather.transfer_loss
-            (action if alive and self.connected(sender, to) and not broken else lost)()
+            apart = self.links is not None and not self.links.reach(sender, to)
+            (action if alive and self.connected(sender, to) and not broken and not apart else lost)()
 
         delay_s = self.delay_s() * 2
+        if self.links is not None:
+            delay_s += self.links.crossing_s(sender, to)
         if self.faults.dripping and (sender in self.faults.dripping or to in self.faults.dripping):
             delay_s += self.random.uniform(*self.weather.drip_s)
         self.after(delay_s, arrive)

@@ -11,7 +11,10 @@ from protocol import chain
 from protocol.candidates import roots_of
 from protocol.events import ExchangeEnded, ReportsChanged
 from protocol.links import Report, Reports
+from protocol.messages import Commit
 from protocol.names import PeerId
+from protocol.plan import Plan
+from protocol.sites import in_groups
 from protocol.standing import AVOIDED_ROUNDS
 
 STILL = Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0))
@@ -63,3 +66,31 @@ def test_edges_that_failed_are_avoided_for_eight_rounds_and_then_tried_again() -
         round_ = commit.roster.message.base.round
         assert any(named) == (first <= round_ <= first + AVOIDED_ROUNDS)
         assert chain.counted_bits(commit.headers) == 0b11111
+
+
+def test_two_sites_with_a_line_each_end_on_plans_over_sites() -> None:
+    """Nothing that is reported tells of the lines; measured rounds do, whoever leads."""
+    world = World(
+        seed=3, rules=make_rules(peer_names(6)), weather=Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0), sites=2)
+    )
+    world.start()
+    run_to(world, 30)
+    sites = ("PeerA", "PeerC", "PeerE"), ("PeerB", "PeerD", "PeerF")
+    grouped = [in_groups(plan_of(commit)) for commit in world.nodes["PeerA"].committed]
+    assert not any(grouped[:2]), "groups must win twice"
+    assert sum(grouped[10:]) >= 18
+    for node in world.up():
+        assert node.machine is not None
+        assert node.machine.standing.experience.gain is not None
+        assert node.machine.standing.experience.gain > 0.1
+        (mine,) = (site for site in sites if node.peer in site)
+        if grouped[-1]:
+            assert node.machine.group == mine
+    for commit in world.nodes["PeerA"].committed:
+        assert commit.roster.message.attempt == 0
+
+
+def plan_of(commit: Commit) -> Plan:
+    plan = commit.roster.message.plan
+    assert plan is not None
+    return plan
