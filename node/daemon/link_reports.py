@@ -40,7 +40,7 @@ def _report(record: MembershipRecord, named: Mapping[str, PeerId | None]) -> Rep
         up_bytes_s=record.up_bytes_s or None,
         down_bytes_s=record.down_bytes_s or None,
         tokens_per_s=record.tokens_per_s,
-        dialable=record.reachable,
+        dialable=record.data_reachable,
     )
 
 

@@ -112,7 +112,7 @@ def test_records_become_reports() -> None:
         {
             two: record(two, links={link_key(one): LinkSummary(0.05, 2e6, 0.0)}, up_bytes_s=3e6, tokens_per_s=7.0),
             one: record(
-                one, links={link_key(two): LinkSummary(0.05), link_key(one): LinkSummary(0.0)}, reachable=False
+                one, links={link_key(two): LinkSummary(0.05), link_key(one): LinkSummary(0.0)}, data_reachable=False
             ),
         }
     )
