@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from node import __version__
+from node.engines import ATOLL, HIVEMIND
 from node.manifest import (
     FORMAT,
     UNBOUNDED_EPOCH_UNITS,
@@ -44,7 +45,7 @@ MAX_PEERS = 10_000
 
 CODECS = ("fp32", "fp16", "int8", "int4")
 SUM_CODECS = ("sum16",)
-ENGINES = ("atoll",)
+ENGINES = (ATOLL, HIVEMIND)
 SCHEDULES = ("cosine", "linear", "constant")
 DATASET_FORMATS = ("json", "parquet", "csv", "text")
 
@@ -159,6 +160,8 @@ def rounds_problems(rounds: Rounds) -> Iterator[str]:
         yield f"rounds.sum_codec = {rounds.sum_codec!r} is unknown: choose {_choices(SUM_CODECS)}"
     if rounds.engine not in ENGINES:
         yield f"rounds.engine = {rounds.engine!r} is unknown: choose {_choices(ENGINES)}"
+    if rounds.engine == HIVEMIND and rounds.codec == "int4":
+        yield "rounds.codec = 'int4' is not possible with rounds.engine = 'hivemind': choose 'int8', 'fp16' or 'fp32'"
     if rounds.fragments != 1:
         yield f"rounds.fragments = {rounds.fragments} is not possible in Atoll {__version__}: set 1"
     if rounds.overlap != 0:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from node.engines import ATOLL, HIVEMIND
 from node.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ MIB = 1 << 20
 
 OUTER_BYTES_PER_PARAMETER = 12
 """θ, momentum and Δ, fp32."""
+AVERAGER_BYTES_PER_PARAMETER = 8
+"""Of the engine `hivemind`: a decoded contribution, and the means that it makes (all of them when it is alone)."""
+AVERAGER_BYTES = 350 * MIB
+"""hivemind's averager and its p2pd, without anything that grows with the model."""
 CPU_TRAINER_BYTES_PER_PARAMETER = 16
 """A trainer on the CPU: parameters, gradients and AdamW's two moments, fp32."""
 PROCESSES_BYTES = 700 * MIB
@@ -51,9 +56,11 @@ def human(count: int) -> str:
     return f"{value:.1f} GiB"
 
 
-def memory_needed(elements: int, *, trains_on_cpu: bool) -> int:
+def memory_needed(elements: int, *, trains_on_cpu: bool, engine: str = ATOLL) -> int:
     """Bytes of RAM of one node whose model has `elements` parameters, without activations."""
     per_parameter = OUTER_BYTES_PER_PARAMETER + (CPU_TRAINER_BYTES_PER_PARAMETER if trains_on_cpu else 0)
+    if engine == HIVEMIND:
+        return elements * (per_parameter + AVERAGER_BYTES_PER_PARAMETER) + PROCESSES_BYTES + AVERAGER_BYTES
     return elements * per_parameter + PROCESSES_BYTES
 
 
@@ -69,7 +76,7 @@ def check_memory_for(manifest: Manifest) -> None:
 
     What is free now is checked where it is taken: by the supervisor, before it allocates.
     """
-    needed = memory_needed(manifest.layout.elements, trains_on_cpu=False)
+    needed = memory_needed(manifest.layout.elements, trains_on_cpu=False, engine=manifest.rounds.engine)
     total = total_memory()
     if needed > total:
         raise OperatorError(

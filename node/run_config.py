@@ -182,8 +182,10 @@ class RoundsConfig(_Section):
     """How contributions and results travel."""
     sum_codec: Literal["sum16"] = "sum16"
     """How partial sums travel."""
-    engine: Literal["atoll"] = "atoll"
-    """What moves and computes the averages."""
+    engine: Literal["atoll", "hivemind"] = "atoll"
+    """What moves and computes the averages. `hivemind` runs its averager between the peers (each needs the extra
+    `hivemind`): all agree on the same bytes, but no mean can be recomputed by others, nor is it the stated sum to the
+    bit; `int8` then is hivemind's 8-bit quantisation, which is coarser, and `int4` is not possible."""
     fragments: Literal[1] = 1
     """Parts of the vector that take turns; only 1 so far."""
     overlap: Literal[0] = 0

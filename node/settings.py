@@ -48,6 +48,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """CPU threads of the trainer, and the bound of the engine's; 0: what the libraries choose."""
     max_disk_bytes: int = 0
     """Disk for parts and snapshots; 0: no limit."""
+    hivemind_python: str = ""
+    """Interpreter whose environment holds hivemind, for runs that average by it; empty: Atoll's own."""
     allow_functions: tuple[str, ...] = ()
     """`module:function` names of the manifest that may be imported and called."""
     log_level: str = "info"

@@ -236,6 +236,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Used by parts, snapshots and artifacts of this run."""
     storage_able: bool = True
     """False while the disk refuses what must be kept: this node takes part in no round until it works."""
+    engine: str | None = None
+    """What averages: the manifest's `rounds.engine`."""
+    engine_limits: dict[str, str] = {}
+    """What that engine cannot hold, by name (`node.engines`); empty with `atoll`."""
     resident_bytes: dict[str, int] = {}
     """Process ("supervisor", "daemon", "engine", "trainer") → resident memory."""
     audits: AuditStatus = AuditStatus()

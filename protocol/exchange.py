@@ -222,6 +222,12 @@ class ExchangeMachine(Station):
         self.on_connection_lost(peer)
         self._give_up_peer(peer, "its connection died and could not be made again")
 
+    def on_slots_lost(self, peer: int, why: str) -> None:
+        """Nothing more of this peer is summed here: its slots close with what came. Its DOWN may still come."""
+        for shard, slot in self._missing:
+            if slot == peer:
+                self._give_up_slot(shard, slot, why)
+
     def poll(self, now_s: float) -> list[Decision]:
         """Close what is out of time; hand out all that was decided since the last call, by ascending part."""
         for shard, slot in self._missing:
@@ -308,9 +314,7 @@ class ExchangeMachine(Station):
         return None
 
     def _give_up_peer(self, peer: int, why: str) -> None:
-        for shard, slot in self._missing:
-            if slot == peer:
-                self._give_up_slot(shard, slot, why)
+        self.on_slots_lost(peer, why)
         for shard, parts in self._downs.items():
             if self._trees[shard].parents[self.view.my_index] == peer:
                 parts.clear()

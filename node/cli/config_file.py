@@ -19,6 +19,7 @@ TEMPLATE = """\
 # name = "garage"                         # what people call this machine
 # threads = 0                             # CPU threads; 0: as the libraries choose
 # max_disk = "20GB"                       # results and snapshots; 0: no limit
+# hivemind_python = "/opt/hm/bin/python"  # for runs that average by hivemind, if it is not in Atoll's environment
 # allow_function = ["my_package.models:build"]
 # log_level = "info"                      # debug, info, warning, error
 # log_json = false

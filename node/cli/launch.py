@@ -18,6 +18,7 @@ from node.cli.options import OperatorSettings
 from node.cli.runs import HomeRun
 from node.daemon.addresses import Address, check_can_listen, parse_host_port, parse_own_address, parse_peer_address
 from node.daemon.identity import ensure_identity
+from node.engine.hivemind.environment import check_engine
 from node.errors import OperatorError
 from node.home import Home
 from node.memory import Shortage, disk_needed, disk_shortage, memory_needed, memory_shortage
@@ -63,6 +64,7 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
     previous, lost = _previous(home, report)
     run = None if lost is not None and operator.run is None else _run_of(home, operator, previous, report)
     if run is not None:
+        check_engine(run.manifest, operator.hivemind_python)
         _check_resources(home, run, operator.device)
         runs.make_current(home, run.run_id)
     return DaemonSettings(
@@ -80,6 +82,7 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
         name=operator.name,
         threads=operator.threads,
         max_disk_bytes=operator.max_disk,
+        hivemind_python=operator.hivemind_python,
         allow_functions=operator.allow_function,
         log_level=operator.log_level,
         log_json=operator.log_json,
@@ -133,7 +136,8 @@ def _run_of(
 def _check_resources(home: Home, run: HomeRun, device: str) -> None:
     """Before anything is allocated. Raises `OperatorError` naming what is needed and what there is."""
     elements, limits = run.manifest.layout.elements, run.manifest.limits
-    memory = memory_shortage(memory_needed(elements, trains_on_cpu=_trains_on_cpu(device)))
+    engine = run.manifest.rounds.engine
+    memory = memory_shortage(memory_needed(elements, trains_on_cpu=_trains_on_cpu(device), engine=engine))
     disk: Shortage | None = None
     if not home.engine_directory(run.run_id).joinpath("snapshots").exists():  # else most of it is taken already
         needed = disk_needed(elements, keep_snapshots=limits.keep_snapshots, keep_rounds=limits.keep_rounds)

@@ -25,6 +25,7 @@ from node.cli.control import Control
 from node.cli.export import snapshots
 from node.cli.runs import HomeRun
 from node.daemon.identity import ensure_identity
+from node.engine.hivemind.environment import VARIABLE, check_engine
 from node.errors import AtollError, OperatorError
 from node.home import Home
 from node.memory import memory_needed, memory_shortage
@@ -135,13 +136,16 @@ class LocalSwarm:
             self.run = runs.obtain(
                 first, self._run_named, overrides=self._overrides, founders=founders, report=self._report
             )
+            check_engine(self.run.manifest, os.environ.get(VARIABLE, ""))
             self._check_memory(self.run)
             runs.make_current(first, self.run.run_id)
         return self.run
 
     def _check_memory(self, run: HomeRun) -> None:
         needed = len(self.nodes) * memory_needed(
-            run.manifest.layout.elements, trains_on_cpu=self._device in {"cpu", "auto"}
+            run.manifest.layout.elements,
+            trains_on_cpu=self._device in {"cpu", "auto"},
+            engine=run.manifest.rounds.engine,
         )
         if shortage := memory_shortage(needed):
             raise OperatorError(
@@ -169,7 +173,9 @@ class LocalSwarm:
         command += ["--name", f"node-{index}", *self._arguments]
         if index != 0 or join is not None:
             command += ["--join", self.nodes[join or 0].address]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key == VARIABLE
+        }
         environment[END_WITH_VARIABLE] = str(os.getpid())
         with (self.directory / f"node-{index}.out").open("ab") as output:
             node.process = subprocess.Popen(

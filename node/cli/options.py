@@ -66,6 +66,7 @@ class OperatorSettings(BaseSettings):
     name: str | None = Field(None, min_length=1, max_length=64)
     threads: int = Field(0, ge=0, le=4096)
     max_disk: Size = 0
+    hivemind_python: str = ""
     allow_function: Words = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False

@@ -84,6 +84,8 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
         f"{quantity(work.carried_tokens)} carried + {quantity(work.discarded_tokens)} lost"
         + (f" ({lost})" if lost else ""),
     )
+    if status.engine_limits:
+        table.add_row("engine", f"{status.engine}, which cannot hold: {', '.join(status.engine_limits)}")
     for one in status.lost_lineages:
         table.add_row(
             "lost lineage",

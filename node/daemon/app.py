@@ -26,6 +26,7 @@ from node.daemon.store import load_manifest, save_manifest
 from node.daemon.streams import RequestFailed
 from node.daemon.supervisor_client import SupervisorClient
 from node.daemon.trainer_host import TrainerHost
+from node.engine.hivemind.environment import check_engine
 from node.errors import OperatorError
 from node.manifest import Manifest, ManifestError, SignedManifest, decode_signed
 from node.memory import check_memory_for
@@ -96,6 +97,7 @@ async def _live(
         nursery.start_soon(_end_when, stopped, view, nursery.cancel_scope)
         signed, manifest = await _obtain_manifest(settings, identity, network, observations)
         check_memory_for(manifest)
+        await trio.to_thread.run_sync(check_engine, manifest, settings.hivemind_python)
         if network.run_id is None:
             await network.set_run(signed.run_id)
         network.serve(rpc.MANIFEST, partial(_answer_manifest, signed))

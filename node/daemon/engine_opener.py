@@ -70,6 +70,7 @@ class EngineOpener:
             disk_limit_bytes=self._settings.max_disk_bytes,
             threads=self._settings.threads,
             engine=rounds.engine,
+            averager_python=self._settings.hivemind_python,
         )
         opened = await self._opened(engine, request, (handle.theta_fd, handle.momentum_fd, handle.delta_fd))
         self._network.publish_engine(opened.port, certificate.sha256)

@@ -13,6 +13,7 @@ from node.daemon.round_trips import RoundTrips
 from node.daemon.session import RunSession
 from node.daemon.supervisor_client import SupervisorClient
 from node.daemon.trainer_host import TrainerHost
+from node.engines import LIMITS
 from node.errors import OperatorError
 from node.settings import DaemonSettings
 from node.status import ExportPoint, MemberStatus, Status, TrainerStatus
@@ -95,6 +96,7 @@ class StatusView:
         left = session.store.left if session is not None else None
         progress = self._host.progress
         line = self._network.link_table.line
+        engine = session.manifest.rounds.engine if session is not None else None
         return Status(
             peer_id=self._identity.peer_id,
             name=self._settings.name,
@@ -137,6 +139,8 @@ class StatusView:
             parameters=session.rules.elements if session is not None else 0,
             disk_bytes=seen.disk_bytes,
             storage_able=seen.storage is None,
+            engine=engine,
+            engine_limits=LIMITS[engine] if engine is not None else {},
             resident_bytes=self._resident_bytes,
             audits=seen.audits,
             caught=dict.fromkeys(state.banned, "by the run's evidence") | seen.caught if state is not None else {},

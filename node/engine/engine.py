@@ -19,10 +19,11 @@ from node.engine import api, tls
 from node.engine.artifacts import ArtifactStore
 from node.engine.drops import Drops
 from node.engine.exchange import Exchange
+from node.engine.exchange_tools import Tools
 from node.engine.fetch import Fetcher, FetchFailed
 from node.engine.gauge import Gauge
 from node.engine.geometry import Geometry
-from node.engine.outbox import Outbox
+from node.engine.outbox import Outbox, OutboxReader
 from node.engine.parts import PartStore
 from node.engine.probing import ProbeAllowance, Prober, filling
 from node.engine.recompute import KeptLeaves, Recomputer
@@ -171,7 +172,7 @@ class Engine:
                 self._nursery.start_soon(self._answer, request.id, partial(self._fetch, request))
                 return
             case api.Recompute():
-                self._nursery.start_soon(self._answer, request.id, partial(self._recomputer.run, request))
+                self._nursery.start_soon(self._answer, request.id, partial(self._recompute, request))
                 return
             case api.Probe():
                 self._nursery.start_soon(self._answer, request.id, partial(self._prober.run, request))
@@ -332,22 +333,29 @@ class Engine:
                     f"this node is to contribute but does not hold the encoded contribution of base "
                     f"{request.base.hex()} that its READY binds; the round goes on without it"
                 )
-        exchange = Exchange(
-            request,
-            geometry=self._geometry,
-            switchboard=self._switchboard,
-            keeper=self._keeper,
-            outbox=outbox,
-            threads=self._threads,
-            emit=self._say,
-            want_header=self._want_header,
-        )
+        exchange = self._make_exchange(request, outbox)
         # An earlier roster's exchange serves those who still want its parts, but not for ever.
         for old in list(self._exchange_scopes.values())[:-MAX_OLD_EXCHANGES]:
             old.cancel()
         scope = self._exchange_scopes[request.roster_id] = trio.CancelScope()
         self._nursery.start_soon(self._run_exchange, exchange, scope)
         return api.Done(id=request.id)
+
+    def _make_exchange(self, request: api.Exchange, outbox: OutboxReader | None) -> Exchange:
+        return Exchange(request, tools=self._tools(), outbox=outbox)
+
+    def _tools(self) -> Tools:
+        return Tools(
+            geometry=self._geometry,
+            switchboard=self._switchboard,
+            keeper=self._keeper,
+            threads=self._threads,
+            emit=self._say,
+            want_header=self._want_header,
+        )
+
+    async def _recompute(self, request: api.Recompute) -> api.Answer:
+        return await self._recomputer.run(request)
 
     async def _run_exchange(self, exchange: Exchange, scope: trio.CancelScope) -> None:
         try:

@@ -6,8 +6,9 @@ What differs between them is how a roster is averaged. State, parts, snapshots, 
 from __future__ import annotations
 
 from node.engine.engine import Engine
+from node.engine.hivemind.engine import HivemindEngine
 
-ENGINES: dict[str, type[Engine]] = {"atoll": Engine}
+ENGINES: dict[str, type[Engine]] = {"atoll": Engine, "hivemind": HivemindEngine}
 
 
 def engine_named(name: str) -> type[Engine]:

@@ -9,7 +9,7 @@ from the part store when a lane takes them, so what waits in memory is bounded: 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from functools import partial
 
 import msgspec
@@ -20,6 +20,7 @@ from node.engine.exchange_checks import UpChecks, why_bad_part
 from node.engine.exchange_duties import Duties
 from node.engine.exchange_partials import Partials
 from node.engine.exchange_sums import WaitingSums
+from node.engine.exchange_tools import Tools
 from node.engine.exchange_view import view_of
 from node.engine.frames import (
     HEADER_BYTES,
@@ -32,16 +33,14 @@ from node.engine.frames import (
     unpack_want,
     want_payload_bytes,
 )
-from node.engine.geometry import Geometry
 from node.engine.link import Buffer, Link, Outgoing
 from node.engine.outbox import OutboxReader
-from node.engine.storing import PartKeeper
-from node.engine.switchboard import DIAL_ATTEMPTS, Switchboard, Unreachable
-from node.engine.threads import Threads
+from node.engine.switchboard import DIAL_ATTEMPTS, Unreachable
 from node.errors import StrangerError
 from protocol.exchange import Decision, ExchangeMachine, LeaveEmpty, Reduce, SendPartial
 from protocol.fields import bitmap_bytes
 from protocol.messages import PartHeader
+from protocol.stations import ExchangeView
 from protocol.wire import WireError, decode_body
 
 REACH_TIMEOUT_S = 10.0
@@ -50,43 +49,23 @@ MAX_REDIALS = 4
 RESULT_BYTES = 32 << 20
 """Of results that wait for their header's signature."""
 
-WantHeader = Callable[[api.HeaderWanted], Awaitable[api.PartRef | None]]
-
 
 class Exchange:
-    def __init__(
-        self,
-        request: api.Exchange,
-        *,
-        geometry: Geometry,
-        switchboard: Switchboard,
-        keeper: PartKeeper,
-        outbox: OutboxReader | None,
-        threads: Threads,
-        emit: Callable[[api.Event], Awaitable[None]],
-        want_header: WantHeader,
-    ) -> None:
-        """Raises `ValueError` for a request that does not fit the vector."""
+    def __init__(self, request: api.Exchange, *, tools: Tools, outbox: OutboxReader | None) -> None:
+        """`outbox`: my contribution, if I have one. Raises `ValueError` for a request that does not fit the vector."""
+        geometry = tools.geometry
         self.roster_id = request.roster_id
         self.peers = request.peers
         self._request = request
         self._geometry = geometry
-        self._switchboard = switchboard
-        self._keeper = keeper
+        self._switchboard = tools.switchboard
+        self._keeper = tools.keeper
         self._outbox = outbox
-        self._threads = threads
-        self._emit = emit
-        self._want_header = want_header
+        self._threads = tools.threads
+        self._emit = tools.emit
+        self._want_header = tools.want_header
         self._index = {peer_id: index for index, peer_id in enumerate(request.peers)}
-        view = view_of(
-            request,
-            geometry,
-            my_index=request.my_index,
-            durations_s=request.durations_s,
-            progress_s=request.progress_s,
-            slack_s=request.slack_s,
-        )
-        self._machine = ExchangeMachine(view, trio.current_time())
+        self._machine = ExchangeMachine(self._view(), trio.current_time())
         self._started_s = trio.current_time()
         longest_s = max(request.durations_s, default=0.0)
         self._last_s = self._started_s + longest_s + request.slack_s + request.progress_s
@@ -94,12 +73,12 @@ class Exchange:
         self._me = request.my_index
         self._meta = MetaDecoder()
         self._checks = UpChecks(request, self._machine, geometry)
-        self._duties = Duties(self._machine, geometry.part_count)
+        self._duties = self._make_duties()
         self._neighbours = self._duties.neighbours
         self._wake = trio.Event()
         self._working = 0
-        self._sums = WaitingSums(self._machine, geometry, outbox, threads)
-        self._reductions = trio.CapacityLimiter(max(threads.count, min(32, RESULT_BYTES // geometry.slot_bytes)))
+        self._sums = WaitingSums(self._machine, geometry, outbox, tools.threads)
+        self._reductions = trio.CapacityLimiter(max(tools.threads.count, min(32, RESULT_BYTES // geometry.slot_bytes)))
         self._partials = Partials()
         self._refs: dict[int, api.PartRef] = {}
         """Parts that came down, or that I made."""
@@ -117,6 +96,20 @@ class Exchange:
         self._bytes_sent = 0
         self._bytes_received = 0
         self._nursery: trio.Nursery | None = None
+
+    def _view(self) -> ExchangeView:
+        request = self._request
+        return view_of(
+            request,
+            self._geometry,
+            my_index=request.my_index,
+            durations_s=request.durations_s,
+            progress_s=request.progress_s,
+            slack_s=request.slack_s,
+        )
+
+    def _make_duties(self) -> Duties:
+        return Duties(self._machine, self._geometry.part_count)
 
     # ---------------------------------------------------------------- life
 
@@ -147,7 +140,7 @@ class Exchange:
     async def _decide(self, nursery: trio.Nursery) -> None:
         while True:
             self._wake = trio.Event()
-            for sender in self._sums.held_back:
+            for sender in self._held_back():
                 # Not reading is my doing: such a peer is not silent.
                 self._machine.on_progress(sender, trio.current_time())
             for decision in self._machine.poll(trio.current_time()):
@@ -160,6 +153,10 @@ class Exchange:
                 wakeup_s = self._machine.next_wakeup_s()
             with trio.move_on_at(min(wakeup_s, trio.current_time() + self._request.progress_s)):
                 await self._wake.wait()
+
+    def _held_back(self) -> Iterable[int]:
+        """Senders that are not read at the moment."""
+        return self._sums.held_back
 
     async def _report(self) -> None:
         await self._emit(
@@ -204,12 +201,16 @@ class Exchange:
         index = self._index.get(link.peer_id)
         if index is None or self._stopped:
             return
-        payload = pack_want(*self._duties.held_from(index), self._geometry.part_count)
+        meta, payload = self._want_meta(), pack_want(*self._duties.held_from(index), self._geometry.part_count)
 
         async def load() -> tuple[bytes, Buffer]:
-            return b"", payload
+            return meta, payload
 
         link.send(Outgoing(kind=Kind.WANT, id=self.roster_id, load=load))
+
+    def _want_meta(self) -> bytes:
+        """What goes with my WANTs."""
+        return b""
 
     def link_down(self, link: Link) -> None:
         index = self._index.get(link.peer_id)
@@ -224,7 +225,7 @@ class Exchange:
         else:
             self._nursery.start_soon(self._connect, index)
 
-    def wanted(self, link: Link, payload: bytes | bytearray) -> None:
+    def wanted(self, link: Link, meta: bytes, payload: bytes | bytearray) -> None:
         """A peer takes part and says what it lacks."""
         index = self._index.get(link.peer_id)
         if index is None or link in self._wanted_on or len(payload) != want_payload_bytes(self._geometry.part_count):

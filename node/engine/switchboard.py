@@ -105,6 +105,11 @@ class Switchboard:
     def link(self, peer_id: str) -> Link | None:
         return self._links.get(peer_id)
 
+    def addresses(self, peer_id: str) -> tuple[str, ...]:
+        """Where a peer's engine listens; none of a peer that is not in the directory, or cannot be dialled."""
+        contact = self._contacts.get(peer_id)
+        return contact.peer.addresses if contact is not None else ()
+
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Replace the directory; links to peers that are no longer in it are closed."""
         listed = {peer.peer_id: peer for peer in peers if peer.peer_id != self._peer_id}

@@ -30,7 +30,7 @@ class Traffic:
         self._responder = responder
         self._gauge = gauge
         self._dropped = dropped
-        self._early: dict[Link, OrderedDict[bytes, bytearray]] = {}
+        self._early: dict[Link, OrderedDict[bytes, tuple[bytes, bytearray]]] = {}
 
     @property
     def exchanging(self) -> bool:
@@ -40,8 +40,8 @@ class Traffic:
     def add(self, exchange: Exchange) -> None:
         self.exchanges[exchange.roster_id] = exchange
         for link, wants in list(self._early.items()):
-            if payload := wants.pop(exchange.roster_id, None):
-                exchange.wanted(link, payload)
+            if want := wants.pop(exchange.roster_id, None):
+                exchange.wanted(link, *want)
 
     def remove(self, roster_id: bytes) -> None:
         exchange = self.exchanges.pop(roster_id, None)
@@ -95,10 +95,10 @@ class Traffic:
                     await exchange.deliver(link, header, meta, payload)
             case Kind.WANT:
                 if exchange := self.exchanges.get(header.id):
-                    exchange.wanted(link, payload)
+                    exchange.wanted(link, meta, payload)
                 else:
                     early = self._early.setdefault(link, OrderedDict())
-                    early[header.id] = payload
+                    early[header.id] = meta, payload
                     while len(early) > MAX_EARLY_WANTS:
                         early.popitem(last=False)
             case Kind.ASK:

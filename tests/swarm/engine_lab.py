@@ -26,6 +26,7 @@ from cryptography.x509.oid import NameOID
 
 from node.daemon.engine_client import EngineClient
 from node.engine import api
+from node.engine.hivemind import environment as hivemind
 from node.peer_id import peer_id_of
 from node.supervisor import link as supervisor_link
 from protocol.fields import bitmap_bytes
@@ -43,6 +44,7 @@ class Sizes:
     part_elements: int = 1024
     codec: str = "int8"
     threads: int = 2
+    engine: str = "atoll"
 
     @property
     def part_count(self) -> int:
@@ -154,6 +156,8 @@ class LabEngine:
                 keep_snapshots=2,
                 disk_limit_bytes=self.lab.disk_limit_bytes,
                 threads=sizes.threads,
+                engine=sizes.engine,
+                averager_python=os.environ.get(hivemind.VARIABLE, ""),
             ),
             fds=self.memory,
         )
@@ -288,6 +292,13 @@ class Lab:
     by_id: dict[str, LabEngine] = field(default_factory=dict)
 
     async def add(self, *, dialable: bool = True) -> LabEngine:
+        engine = self.prepare(dialable=dialable)
+        await engine.start()
+        await self.introduce()
+        return engine
+
+    def prepare(self, *, dialable: bool = True) -> LabEngine:
+        """Its place and its memory; no process yet."""
         number = len(self.by_id)
         sizes = self.sizes
         lengths = (sizes.elements, sizes.elements - sizes.buffer_elements, sizes.elements)
@@ -312,8 +323,6 @@ class Lab:
         )
         self.by_id[engine.peer_id] = engine
         self.engines.append(engine)
-        await engine.start()
-        await self.introduce()
         return engine
 
     async def introduce(self) -> None:
@@ -524,8 +533,10 @@ async def lab(directory: Path, count: int, sizes: Sizes | None = None, **setting
     async with trio.open_nursery() as nursery:
         made = Lab(nursery=nursery, directory=directory, sizes=sizes or Sizes(), **settings)
         try:
-            for _ in range(count):
-                await made.add()
+            async with trio.open_nursery() as starting:
+                for _ in range(count):
+                    starting.start_soon(made.prepare().start)
+            await made.introduce()
             yield made
         finally:
             with trio.CancelScope(shield=True):

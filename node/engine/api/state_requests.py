@@ -32,6 +32,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     threads: int
     engine: str = "atoll"
     """The manifest's: what averages (`node.engine.engines`)."""
+    averager_python: str = ""
+    """Interpreter with hivemind, of the engine `hivemind`; empty: the engine's own."""
 
 
 class LoadInitial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
