@@ -1,4 +1,4 @@
-"""The kernel's own account of a TCP connection (`struct tcp_info` of linux/tcp.h, since Linux 4.9)."""
+"""The kernel's own account of a TCP connection (`struct tcp_info` of linux/tcp.h, since Linux 4.18)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import struct
 from dataclasses import dataclass
 from typing import Protocol
 
-_SIZE = 192
-_IN_FLIGHT = struct.Struct("=I")
+_SIZE = 196
+_COUNT = struct.Struct("=I")
 _IN_FLIGHT_AT = 24
 _BYTES = struct.Struct("=QQ")
 _BYTES_AT = 120
-_NOT_SENT = struct.Struct("=I")
 _NOT_SENT_AT = 144
+_PACKETS_RECEIVED_AT = 152
+_PACKETS_DELIVERED_AT = 192
 _TIMES = struct.Struct("=QQ")
 _TIMES_AT = 168
 
@@ -24,12 +25,16 @@ class Gettable(Protocol):
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TcpInfo:
     acked_bytes: int
     """That the other end's kernel has confirmed."""
     received_bytes: int
     """In order, read by us or not."""
+    acked_packets: int
+    """That the other end's kernel has confirmed, in any order."""
+    received_packets: int
+    """With data, in any order."""
     waiting: bool
     """Something that was handed over is not confirmed yet."""
     held_s: float
@@ -45,7 +50,16 @@ def tcp_info(connection: Gettable) -> TcpInfo | None:
     if len(data) < _SIZE:
         return None
     acked, received = _BYTES.unpack_from(data, _BYTES_AT)
-    (in_flight,) = _IN_FLIGHT.unpack_from(data, _IN_FLIGHT_AT)
-    (not_sent,) = _NOT_SENT.unpack_from(data, _NOT_SENT_AT)
+    (in_flight,) = _COUNT.unpack_from(data, _IN_FLIGHT_AT)
+    (delivered,) = _COUNT.unpack_from(data, _PACKETS_DELIVERED_AT)
+    (arrived,) = _COUNT.unpack_from(data, _PACKETS_RECEIVED_AT)
+    (not_sent,) = _COUNT.unpack_from(data, _NOT_SENT_AT)
     _, held_us = _TIMES.unpack_from(data, _TIMES_AT)
-    return TcpInfo(acked, received, bool(in_flight or not_sent), held_us / 1e6)
+    return TcpInfo(
+        acked_bytes=acked,
+        received_bytes=received,
+        acked_packets=delivered,
+        received_packets=arrived,
+        waiting=bool(in_flight or not_sent),
+        held_s=held_us / 1e6,
+    )

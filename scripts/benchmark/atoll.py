@@ -75,6 +75,8 @@ class Station:
     complete_s: float = 0.0
     gone: bool = False
     encoded: api.Encoded | None = None
+    measured: list[api.LinkMeasured | api.LineMeasured] = field(default_factory=list)
+    """What it says of its links and its line."""
 
     @classmethod
     def start(cls, case: Case, host: Host, others: dict[str, Station], threads: int) -> Station:
@@ -169,6 +171,8 @@ class Station:
                     if len(self.held) == self.part_count:
                         self.complete_s = trio.current_time()
                         self.complete.set()
+                case api.LinkMeasured() | api.LineMeasured():
+                    self.measured.append(event)
                 case _:
                     pass
 

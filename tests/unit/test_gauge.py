@@ -12,6 +12,7 @@ from node.engine.gauge import MIN_BYTES, WINDOW_S, Stretch, _Moved, _tick
 from node.engine.tcp_info import tcp_info
 
 TICK_S = 0.05
+PACKET_BYTES = 1000
 
 
 def carry(stretch: Stretch, seconds: float, bytes_s: float, *, since_s: float = 0.0, pressed: bool = True) -> float:
@@ -19,7 +20,8 @@ def carry(stretch: Stretch, seconds: float, bytes_s: float, *, since_s: float = 
     now_s = since_s
     for _ in range(round(seconds / TICK_S)):
         now_s += TICK_S
-        stretch.tick(round(bytes_s * TICK_S), now_s, pressed=pressed)
+        packets = round(bytes_s * TICK_S / PACKET_BYTES)
+        stretch.tick(packets, packets * PACKET_BYTES, now_s, pressed=pressed)
     return now_s
 
 
@@ -46,10 +48,20 @@ def test_a_loop_that_was_late_makes_nothing_faster() -> None:
     """Bytes of three seconds are seen at one tick: over three seconds."""
     stretch = Stretch(0.0)
     end_s = carry(stretch, 1.0, 1e6)
-    stretch.tick(3_000_000, end_s + 3.0, pressed=True)
+    stretch.tick(3000, 3_000_000, end_s + 3.0, pressed=True)
     carry(stretch, 1.0, 1e6, since_s=end_s + 3.0)
     rate, _ = stretch.best()
     assert rate == pytest.approx(1e6, rel=0.06)
+
+
+def test_bytes_behind_a_lost_packet_make_nothing_faster_when_they_are_confirmed_at_once() -> None:
+    stretch = Stretch(0.0)
+    now_s = 0.0
+    for tick in range(60):
+        now_s += TICK_S
+        stretch.tick(50, 1_000_000 if tick % 20 == 19 else 0, now_s, pressed=True)
+    rate, _ = stretch.best()
+    assert rate == pytest.approx(1e6, rel=0.01)
 
 
 def test_a_short_burst_proves_its_rate_and_no_more() -> None:
@@ -81,7 +93,8 @@ def of(*links: tuple[float, bool], seconds: float = 2.0) -> tuple[list[bool], bo
     for _ in range(round(seconds / TICK_S)):
         now_s += TICK_S
         moved = [
-            _Moved(stretch, round(rate * TICK_S), busy) for stretch, (rate, busy) in zip(stretches, links, strict=True)
+            _Moved(stretch, round(rate * TICK_S / PACKET_BYTES), round(rate * TICK_S), busy)
+            for stretch, (rate, busy) in zip(stretches, links, strict=True)
         ]
         _tick(line, moved, now_s)
     return [stretch.best()[1] for stretch in stretches], line.best()[1]
@@ -114,6 +127,8 @@ def test_the_kernel_counts_what_was_confirmed_and_received_not_what_was_written_
                 heard = tcp_info(far)
                 assert heard is not None
                 assert heard.received_bytes == 100_000, "though nothing was read"
+                assert heard.received_packets >= 1
+                assert told.acked_packets >= heard.received_packets
                 near.settimeout(0.0)
                 written = 0
                 with contextlib.suppress(BlockingIOError):
