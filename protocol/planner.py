@@ -38,6 +38,10 @@ from protocol.shares import (
 from protocol.sites import NoSuchPlan, in_groups, rest_alone, site_plan
 from protocol.weights import bits
 
+WORTH_S = 0.025
+"""Where the slowest line carries the whole vector in less, shares follow no rates: an exchange is a matter of round
+trips and disks then, and what was measured of the memory of a busy machine would leave some of its nodes no shard."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
@@ -136,7 +140,9 @@ def _flat(draft: Roster, contributing: int, rules: Rules, terrain: Terrain, lead
     peers = len(draft.readys)
     roots = roots_among(contributing & leading or contributing, terrain.apart)
     most = _largest_shares(draft, roots, contributing, rules)
-    if terrain.rated and np.isfinite(terrain.pair_bytes_s).any() and roots.bit_count() > 1:
+    if WholeVector.of(rules).encoded < WORTH_S * min(terrain.up_bytes_s.min(), terrain.down_bytes_s.min()):
+        shares = _alike(roots, peers)
+    elif terrain.rated and np.isfinite(terrain.pair_bytes_s).any() and roots.bit_count() > 1:
         even = planning.flat_plan(peers, contributing, [roots >> index & 1 for index in range(peers)])
         of_roots = program_shares(seconds_of(even, contributing, terrain, rules), most[list(bits(roots))])
         shares = np.zeros(peers)

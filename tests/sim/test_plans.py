@@ -40,7 +40,7 @@ def roots_by_round(world: World) -> list[set[PeerId]]:
 
 
 def test_a_slow_uplink_is_the_root_of_nothing_and_counted_like_the_others() -> None:
-    reports = {peer: Report(up_bytes_s=1e5 if peer == "PeerC" else 1e7, down_bytes_s=1e7) for peer in peer_names(4)}
+    reports = {peer: Report(up_bytes_s=1e4 if peer == "PeerC" else 1e6, down_bytes_s=1e6) for peer in peer_names(4)}
     world = swarm(4, reports)
     run_to(world, 4)
     for roots, commit in zip(roots_by_round(world), world.nodes["PeerA"].committed, strict=True):

@@ -69,6 +69,15 @@ def test_equal_rates_give_equal_shares(peers: int) -> None:
     )
 
 
+def test_where_bytes_take_no_time_rates_give_nobody_less() -> None:
+    """Four nodes on one busy machine, as it measured its own memory; on slow lines the same vector follows rates."""
+    small = rules(elements=11 * 4096, part_elements=4096)
+    rates = [(1.5e7, 1.2e7), (4e6, 9e6), (1.2e7, 5e6), (2e6, 3e6)]
+    slow = [(up / 100, down / 100) for up, down in rates]
+    assert make_plan(draft(4), 0b1111, small, Outlook(reports=rated(rates))).plan == flat_plan(4, 0b1111)
+    assert make_plan(draft(4), 0b1111, small, Outlook(reports=rated(slow))).plan != flat_plan(4, 0b1111)
+
+
 def test_a_slow_uplink_owns_little_and_the_round_is_not_held_hostage() -> None:
     """One uplink a tenth of the others: its contribution alone takes all the time there is."""
     rates = [(2.5e6, 2.5e7), *[(2.5e7, 2.5e7)] * 3]
