@@ -92,8 +92,8 @@ class LinkTable:
         known = self._known.get(peer)
         return known.rates if known is not None else Pair()
 
-    def summaries(self, links: Mapping[PeerId, MeasuredLink]) -> dict[str, LinkSummary]:
-        """For this node's record: of those connected, at most `MAX_LINKS`.
+    def summaries(self, links: Mapping[PeerId, MeasuredLink], most: int = MAX_LINKS) -> dict[str, LinkSummary]:
+        """For this node's record: of those connected, at most `most`.
 
         Where there are more, half of them are the nearest, and half are drawn by a hash, the same ones as long as they
         are there: who reads many nodes' records sees both who is near to whom and how far the rest is.
@@ -105,11 +105,11 @@ class LinkTable:
             if round_trip_s is not None:
                 told[peer] = LinkSummary(round_trip_s, *known.rates.tell())
         chosen = set(told)
-        if len(told) > MAX_LINKS:
+        if len(told) > most:
             drawn = sorted(told, key=lambda peer: digest(self._me.encode(), peer.encode()))
-            near = sorted(drawn, key=lambda peer: told[peer].round_trip_s)[: MAX_LINKS // 2]
+            near = sorted(drawn, key=lambda peer: told[peer].round_trip_s)[: most // 2]
             far = [peer for peer in drawn if peer not in set(near)]
-            chosen = {*near, *far[: MAX_LINKS - len(near)]}
+            chosen = {*near, *far[: most - len(near)]}
         return {link_key(peer): told[peer] for peer in sorted(chosen)}
 
     def _of(self, peer: PeerId) -> _Known:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import trio
 import trio.testing
 
@@ -132,23 +133,29 @@ async def lives(owner: Owner, seconds: float, *tasks: Callable[[Owner], Awaitabl
                 nursery.start_soon(task, owner)
 
 
+@pytest.mark.slow
 def test_noise_makes_no_record_and_a_large_run_few() -> None:
     async def main() -> None:
-        for peers, most in ((3, 460), (1000, 8)):
+        for peers, most in ((3, 460), (50, 80), (1000, 6)):
             owner = Owner(peers)
+            # Rates make a link's entry as long as it can be.
+            for peer in owner.peers:
+                owner.link_table.saw_peer(peer, Rates(sent_bytes_s=1e6, received_bytes_s=1e6))
             started_s = trio.current_time()
             await lives(owner, 3600.0, jitter)
             assert 2 <= len(owner.sent) <= most, f"{peers} peers: renewed {len(owner.sent)} times in an hour"
-            records = [parse_record(data)[0] for at_s, data in owner.sent if at_s - started_s > 700.0]
-            assert len({tuple(sorted(one.links.items())) for one in records}) == 1, "figures hold still"
+            records = [parse_record(data)[0] for at_s, data in owner.sent if at_s - started_s > 1200.0]
+            told = {tuple(sorted(one.links.items())) for one in records}
+            assert len(told) <= 1 + peers / 10, "a figure that few pings began is told anew once"
             largest = max(len(data) for _, data in owner.sent)
             # A node gets its own copy and one of each of the four that pass on what is news to them.
             control_bytes_s = 5 * peers * largest * len(owner.sent) / 3600.0
-            assert control_bytes_s < 20_000, f"{control_bytes_s:.0f} bytes a second with {peers} peers"
+            assert control_bytes_s < 12_000, f"{control_bytes_s:.0f} bytes a second with {peers} peers"
 
     in_virtual_time(main)
 
 
+@pytest.mark.slow
 def test_what_others_need_at_once_does_not_wait_for_its_turn() -> None:
     async def main() -> None:
         owner = Owner(1000)
