@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from blake3 import blake3
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 import protocol.layout
 from node.errors import AtollError
@@ -144,13 +144,23 @@ class Outer(_Part, frozen=True, kw_only=True):
 
 class Rounds(_Part, frozen=True, kw_only=True):
     steps: PositiveInt = 50
-    """H: inner steps of a round."""
+    """H: inner steps of a round, of a peer of the usual speed."""
+    steps_least: PositiveInt | UnsetType = UNSET
+    """Of the slowest peers; absent: `steps`."""
+    steps_most: PositiveInt | UnsetType = UNSET
+    """Of the fastest peers; absent: `steps`."""
     part_elements: PositiveInt = 65_536
     codec: str = "int8"
     sum_codec: str = "sum16"
     engine: str = "atoll"
     fragments: PositiveInt = 1
     overlap: NonNegativeInt = 0
+
+    @property
+    def step_bounds(self) -> tuple[int, int]:
+        """(least, most) of any peer's budget."""
+        least, most = self.steps_least, self.steps_most
+        return self.steps if least is UNSET else least, self.steps if most is UNSET else most
 
 
 class Admission(_Part, frozen=True, kw_only=True):

@@ -149,6 +149,11 @@ def outer_problems(outer: Outer) -> Iterator[str]:
 
 
 def rounds_problems(rounds: Rounds) -> Iterator[str]:
+    least, most = rounds.step_bounds
+    if least > rounds.steps:
+        yield f"rounds.steps_least = {least} is above rounds.steps = {rounds.steps}: set at most that"
+    if most < rounds.steps:
+        yield f"rounds.steps_most = {most} is below rounds.steps = {rounds.steps}: set at least that"
     if rounds.part_elements % ALIGNMENT:
         nearest = max(1, round(rounds.part_elements / ALIGNMENT)) * ALIGNMENT
         yield f"rounds.part_elements = {rounds.part_elements} is not a multiple of 256: set for example {nearest}"
@@ -219,7 +224,7 @@ def end_problems(end: End) -> Iterator[str]:
 
 
 def lease_problems(data: Data, inner: Inner, rounds: Rounds, limits: Limits) -> Iterator[str]:
-    needed = rounds.steps * inner.batch_sequences
+    needed = rounds.step_bounds[1] * inner.batch_sequences
     leased = limits.lease_units * data.unit_sequences
     if leased < needed:
         yield (

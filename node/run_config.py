@@ -175,7 +175,12 @@ class OuterConfig(_Section):
 
 class RoundsConfig(_Section):
     steps: int = Field(default=50, ge=1, le=100_000)
-    """H: inner steps of a round."""
+    """H: inner steps of a round, of a peer of the usual speed."""
+    steps_least: int | None = Field(default=None, ge=1, le=100_000)
+    """Least steps of a peer's own budget, which follows its training speed so that all are done together. By default
+    all make `steps`, and the faster wait for the slower."""
+    steps_most: int | None = Field(default=None, ge=1, le=100_000)
+    """Most steps of a peer's own budget."""
     part_elements: int = Field(default=65_536, ge=256, le=1 << 24, multiple_of=256)
     """Elements of a part, the granule that peers average and vote on."""
     codec: Literal["fp32", "fp16", "int8", "int4"] = "int8"

@@ -81,7 +81,8 @@ def create(
         changes["admission.founders"] = list(founders)
     config = run_config.override(config, changes)
     store = RunCache(cache)
-    inner, limits, rounds = _inner(config), _limits(config), Rounds(**config.rounds.model_dump())
+    rounds = Rounds(**config.rounds.model_dump(exclude_none=True))
+    inner, limits = _inner(config), _limits(config, rounds)
     outer = Outer(momentum=config.outer.momentum, lr=tuple(config.outer.lr))
     admission = _admission(config)
     end = End(**config.end.model_dump())
@@ -132,10 +133,10 @@ def _inner(config: RunConfig) -> Inner:
     return msgspec.structs.replace(inner, total_steps=total, warmup_steps=min(inner.warmup_steps, total // 2))
 
 
-def _limits(config: RunConfig) -> Limits:
+def _limits(config: RunConfig, rounds: Rounds) -> Limits:
     values = config.limits.model_dump()
     if values["lease_units"] == 0:
-        needed = config.rounds.steps * config.inner.batch_sequences
+        needed = rounds.step_bounds[1] * config.inner.batch_sequences
         values["lease_units"] = -(-2 * needed // config.data.unit_sequences)
     return Limits(**values)
 

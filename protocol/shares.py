@@ -69,10 +69,13 @@ def seconds_of(plan: Plan, contributing: int, terrain: Terrain, rules: Rules) ->
     rows = [sent.T / terrain.up_bytes_s[:, None], received.T / terrain.down_bytes_s[:, None]]
     slow = np.isfinite(terrain.pair_bytes_s)
     if slow.any():
-        between = np.zeros((len(plan.shards), edges.peers, edges.peers))
-        np.add.at(between, (edges.shard, edges.parent, edges.child), whole.encoded)
-        np.add.at(between, (edges.shard[slot], edges.child[slot], edges.parent[slot]), up)
-        rows.append(between[:, slow].T / terrain.pair_bytes_s[slow][:, None])
+        # One row a slow pair, and a last one for all the others: there are a million pairs among a thousand.
+        row_of = np.full(slow.shape, -1)
+        row_of[slow] = np.arange(slow.sum())
+        between = np.zeros((int(slow.sum()) + 1, len(plan.shards)))
+        np.add.at(between, (row_of[edges.parent, edges.child], edges.shard), whole.encoded)
+        np.add.at(between, (row_of[edges.child[slot], edges.parent[slot]], edges.shard[slot]), up)
+        rows.append(between[:-1] / terrain.pair_bytes_s[slow][:, None])
     return np.concatenate(rows)
 
 

@@ -40,7 +40,7 @@ from node.settings import DaemonSettings
 from protocol import events
 from protocol.chain import ChainState
 from protocol.messages import Commit
-from protocol.names import Base, Digest
+from protocol.names import Base, Digest, PeerId
 from protocol.peer import PeerMachine
 
 FINISH_ROUND_S = 2.5
@@ -249,6 +249,15 @@ class RunSession:
                 self._host.explain(machine.reason)  # what a trainer that has contributed waits for
             await trio.sleep(INVENTORY_EVERY_S)
 
+    def _speeds(self) -> dict[PeerId, float]:
+        """Tokens/s of whom the run's records know, by their own word."""
+        return {peer: record.tokens_per_s for peer, record in self._network.membership.records.items()}
+
+    @property
+    def budget_steps(self) -> int:
+        """Inner steps of the present round here."""
+        return self._training.budget_steps if self._training is not None else self.manifest.rounds.steps
+
     def _trains(self) -> bool:
         """No exchange or vote is under way."""
         return self.machine is not None and self.machine.phase == "training"
@@ -293,6 +302,7 @@ class RunSession:
                 artifacts_directory=str(self._engine_directory / "artifacts"),
                 trainer_directory=str(self._trainer_directory),
                 post=self._post,
+                speeds=self._speeds,
             )
         self._training.engine = engine
         self._training.fds = (handle.theta_read_fd, handle.delta_fd)

@@ -132,7 +132,7 @@ class StatusView:
                 name=self._host.name,
                 device=self._settings.device,
                 step=progress.steps if progress is not None else 0,
-                budget_steps=session.manifest.rounds.steps if session is not None else 0,
+                budget_steps=session.budget_steps if session is not None else 0,
             ),
             work=seen.work,
             reach=self._network.reachability.status(),

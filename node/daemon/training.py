@@ -7,7 +7,7 @@ the next Committed it is the engine's. A commit is applied only when the trainer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 import trio
@@ -22,10 +22,11 @@ from node.engine import api
 from node.manifest import Manifest
 from node.settings import DaemonSettings
 from node.trainer import wire
+from protocol.budgets import budget_steps
 from protocol.chain import ChainState, member
 from protocol.events import Event, Frozen, TrainerProgress
 from protocol.messages import Commit, UnitRange
-from protocol.names import Base
+from protocol.names import Base, PeerId
 from protocol.ready_limits import runs_limit
 from protocol.rules import Rules
 
@@ -52,7 +53,9 @@ class Training:
         artifacts_directory: str,
         trainer_directory: str,
         post: Callable[[Event], None],
+        speeds: Callable[[], Mapping[PeerId, float]],
     ) -> None:
+        """`speeds`: tokens/s of all peers of the run, this one among them, as they say themselves; 0: unknown."""
         self._settings = settings
         self._identity = identity
         self._manifest = manifest
@@ -64,6 +67,9 @@ class Training:
         self._artifacts_directory = artifacts_directory
         self._trainer_directory = trainer_directory
         self._post = post
+        self._speeds = speeds
+        self.budget_steps = manifest.rounds.steps
+        """Inner steps of the present round here."""
         self.engine: EngineClient | None = None
         self.fds = (-1, -1)
         """theta (read-only) and delta of the present engine; the session's."""
@@ -116,6 +122,7 @@ class Training:
         self._frozen = False
         self._applying = False
         self._let_go = trio.Event()
+        self.budget_steps = self._budget(state)
         start = self._start(state)
         self._validated = trio.Event()
         if start is None or not start.validate:
@@ -164,12 +171,18 @@ class Training:
             round=number,
             state_hash=state.base.state_hash,
             lease=tuple(wire.Lease(epoch=held.epoch, start=held.start, stop=held.stop) for held in mine.lease),
-            budget_steps=self._manifest.rounds.steps,
+            budget_steps=self.budget_steps,
             schedule_step=number * self._manifest.rounds.steps,
             tokens_total=state.tokens_total,
             validate=last or number % self._manifest.validation.every_rounds == 0,
             last=last,
         )
+
+    def _budget(self, state: ChainState) -> int:
+        least, most = self._manifest.rounds.step_bounds
+        speeds, me = self._speeds(), self._identity.peer_id
+        others = [speeds.get(peer, 0.0) for peer, _ in state.members if peer != me]
+        return budget_steps(self._manifest.rounds.steps, speeds.get(me, 0.0), others, least=least, most=most)
 
     def _is_last(self, state: ChainState) -> bool:
         rules = self._rules
@@ -383,7 +396,7 @@ class Training:
         remaining: float | None = None
         if self._host.loaded and self._welcomed_round is not None and self._state is not None:
             progress = self._progress
-            steps = self._manifest.rounds.steps
+            steps = self.budget_steps
             if progress is not None and progress.round == self._state.base.round:
                 remaining = max(0.0, (steps - progress.steps) * progress.step_s)
             elif progress is not None:
@@ -397,6 +410,6 @@ class Training:
 
     def _units_wanted(self) -> int:
         """Units of a round's steps, rounded up, and one more for the unit in progress."""
-        sequences = self._manifest.rounds.steps * self._manifest.inner.batch_sequences
+        sequences = self.budget_steps * self._manifest.inner.batch_sequences
         units = math.ceil(sequences / self._manifest.data.unit_sequences) + 1
         return min(units, self._rules.lease_cap_units)

@@ -61,6 +61,13 @@ def test_every_value_changes_the_run_id() -> None:
     assert len({VALID.run_id(), *(manifest.run_id() for manifest in changed)}) == 4
 
 
+def test_a_run_without_bounds_of_steps_is_written_as_before_there_were_any() -> None:
+    assert b"steps_" not in VALID.canonical()
+    assert VALID.rounds.step_bounds == (5, 5)
+    bounded = msgspec.structs.replace(VALID, rounds=msgspec.structs.replace(VALID.rounds, steps_least=2, steps_most=9))
+    assert decode(bounded.canonical()).rounds.step_bounds == (2, 9)
+
+
 def test_bytes_that_are_not_canonical_are_refused() -> None:
     # The same run under a second id.
     spaced = json.dumps(json.loads(VALID.canonical())).encode()
@@ -157,6 +164,9 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("outer", {"lr": ()}, "begin at 1"),
     ("outer", {"lr": ((1, 1e9),)}, "over 10"),
     ("rounds", {"part_elements": 500}, "rounds.part_elements = 500 is not a multiple of 256: set for example 512"),
+    ("rounds", {"steps_least": 6}, "rounds.steps_least = 6 is above rounds.steps = 5"),
+    ("rounds", {"steps_most": 4}, "rounds.steps_most = 4 is below rounds.steps = 5"),
+    ("rounds", {"steps_most": 10**6}, "a round trains on"),
     ("rounds", {"codec": "zip"}, "rounds.codec = 'zip' is unknown"),
     ("rounds", {"sum_codec": "zip"}, "rounds.sum_codec = 'zip' is unknown"),
     ("rounds", {"engine": "magic"}, "rounds.engine = 'magic' is unknown"),

@@ -43,7 +43,7 @@ def test_every_key_has_a_doc() -> None:
     ("section", "struct", "different"),
     [
         (run_config.LimitsConfig, manifest.Limits, {"lease_units"}),
-        (run_config.RoundsConfig, manifest.Rounds, set()),
+        (run_config.RoundsConfig, manifest.Rounds, {"steps_least", "steps_most"}),
         (run_config.InnerConfig, manifest.Inner, set()),
         (run_config.EndConfig, manifest.End, set()),
     ],

@@ -22,7 +22,7 @@ from node.daemon.training import Training
 from node.daemon.work_book import WorkBook
 from node.daemon.work_file import WorkFile
 from node.engine import api
-from node.manifest import rules_of
+from node.manifest import Manifest, rules_of
 from node.settings import DaemonSettings
 from node.trainer import wire
 from protocol.chain import ChainState, genesis
@@ -75,10 +75,11 @@ class Host:
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, *, starts_trainer: bool = True) -> None:
+    def __init__(self, tmp_path: Path, *, starts_trainer: bool = True, manifest: Manifest = VALID) -> None:
         self.engine, self.host = Engine(), Host()
         self.observations = Observations()
         self.posted: list[Event] = []
+        self.speeds: dict[str, float] = {}
         self.store = Store(tmp_path, RULES, cast(Identity, _Me()))
         self.work = WorkBook(
             file=WorkFile(tmp_path / "work"),
@@ -91,7 +92,7 @@ class Scene:
         self.training = Training(
             settings=DaemonSettings(home=str(tmp_path), device="auto" if starts_trainer else "none"),
             identity=cast(Identity, _Me()),
-            manifest=VALID,
+            manifest=manifest,
             manifest_body=b"",
             rules=RULES,
             host=cast(TrainerHost, self.host),
@@ -100,6 +101,7 @@ class Scene:
             artifacts_directory="",
             trainer_directory="",
             post=self.posted.append,
+            speeds=lambda: self.speeds,
         )
         self.training.engine = cast(EngineClient, self.engine)
 
@@ -258,6 +260,28 @@ async def _many_sentences() -> None:
 
 def test_what_strangers_say_does_not_pile_up_in_the_status() -> None:
     trio.run(_many_sentences, clock=_clock())
+
+
+async def _speeds_of_one_two_and_four(tmp_path: Path) -> None:
+    bounded = msgspec.structs.replace(VALID.rounds, steps_least=2, steps_most=15)
+    slow, middle = "12D3KooWslow", "12D3KooWmiddle"
+    scene = Scene(tmp_path, manifest=msgspec.structs.replace(VALID, rounds=bounded))
+    members = (*FIRST.members, (slow, FIRST.members[0][1]), (middle, FIRST.members[0][1]))
+    state = replace(FIRST, members=members)
+    told = []
+    for mine in (0.0, 400.0, 100.0, 9000.0):
+        scene.speeds = {CREATOR: mine, slow: 100.0, middle: 200.0, "no member": 1e9}
+        await scene.begin(state)
+        start = scene.training._start(state)
+        assert start is not None
+        told.append(start.budget_steps)
+    assert told == [5, 10, 5, 15], "unknown, the fastest of three, one of two slow ones, and as many as there may be"
+    await scene.begin(FIRST)
+    assert scene.training.budget_steps == 5, "alone there is nobody to wait for"
+
+
+def test_a_budget_follows_the_speeds_of_the_members(tmp_path: Path) -> None:
+    trio.run(_speeds_of_one_two_and_four, tmp_path)
 
 
 def _clock() -> trio.testing.MockClock:
