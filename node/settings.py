@@ -50,6 +50,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Disk for parts and snapshots; 0: no limit."""
     hivemind_python: str = ""
     """Interpreter whose environment holds hivemind, for runs that average by it; empty: Atoll's own."""
+    max_relay_bytes_s: int = 10_000_000
+    """Passed on a second for pairs of peers that cannot dial each other, both ways together; 0: nothing."""
     allow_functions: tuple[str, ...] = ()
     """`module:function` names of the manifest that may be imported and called."""
     log_level: str = "info"

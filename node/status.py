@@ -156,6 +156,14 @@ class ReachStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The IP address from which peers see it come."""
     advice: str = ""
     """What to do, in one sentence, when it is not reachable."""
+    through: dict[str, str] = {}
+    """Connected peers that neither can be dialled nor dial → the volunteer that joins this node with them."""
+    not_joined: dict[str, str] = {}
+    """Such peers that no volunteer joins it with → why."""
+    relayed_pairs: int = 0
+    """Pairs that this node joins as a volunteer now."""
+    relayed_bytes: int = 0
+    """Passed on for such pairs since the start."""
 
 
 class LostLineage(msgspec.Struct, frozen=True, kw_only=True):

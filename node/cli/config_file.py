@@ -20,6 +20,7 @@ TEMPLATE = """\
 # threads = 0                             # CPU threads; 0: as the libraries choose
 # max_disk = "20GB"                       # results and snapshots; 0: no limit
 # hivemind_python = "/opt/hm/bin/python"  # for runs that average by hivemind, if it is not in Atoll's environment
+# max_relay = "10MB"                      # a second, for pairs of peers that cannot dial each other; 0: nothing
 # allow_function = ["my_package.models:build"]
 # log_level = "info"                      # debug, info, warning, error
 # log_json = false

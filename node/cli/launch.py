@@ -83,6 +83,7 @@ def prepare(home: Home, operator: OperatorSettings, report: Callable[[str], None
         threads=operator.threads,
         max_disk_bytes=operator.max_disk,
         hivemind_python=operator.hivemind_python,
+        max_relay_bytes_s=operator.max_relay,
         allow_functions=operator.allow_function,
         log_level=operator.log_level,
         log_json=operator.log_json,

@@ -76,6 +76,14 @@ MaxDiskOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--max-disk", metavar="SIZE", help="Disk for results and snapshots."),
 ]
+MaxRelayOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--max-relay",
+        metavar="SIZE",
+        help="A second, passed on for pairs that cannot dial each other (10MB); 0: none.",
+    ),
+]
 AllowFunctionOption = Annotated[
     Strings,
     typer.Option("--allow-function", metavar="MODULE:FUNCTION", help="Code the run may name. Repeatable."),
@@ -174,6 +182,7 @@ def daemon(
     name: NameOption = None,
     threads: ThreadsOption = None,
     max_disk: MaxDiskOption = None,
+    max_relay: MaxRelayOption = None,
     allow_function: AllowFunctionOption = None,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = None,
@@ -195,6 +204,7 @@ def daemon(
         name=name,
         threads=threads,
         max_disk=max_disk,
+        max_relay=max_relay,
         allow_function=allow_function,
         log_level=log_level,
         log_json=log_json,
@@ -216,6 +226,7 @@ def join_(
     name: NameOption = None,
     threads: ThreadsOption = None,
     max_disk: MaxDiskOption = None,
+    max_relay: MaxRelayOption = None,
     allow_function: AllowFunctionOption = None,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = None,
@@ -239,6 +250,7 @@ def join_(
         name=name,
         threads=threads,
         max_disk=max_disk,
+        max_relay=max_relay,
         allow_function=allow_function,
         log_level=log_level,
         log_json=log_json,

@@ -67,6 +67,7 @@ class OperatorSettings(BaseSettings):
     threads: int = Field(0, ge=0, le=4096)
     max_disk: Size = 0
     hivemind_python: str = ""
+    max_relay: Size = 10_000_000
     allow_function: Words = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False

@@ -100,6 +100,15 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
     table.add_row("disk", human(status.disk_bytes))
     if status.reach.control is not None or status.reach.data is not None:
         table.add_row("reachable", status.reach.advice or "yes")
+    if status.reach.through or status.reach.not_joined:
+        joined = f"{len(status.reach.through)} peers through volunteers"
+        lost = "".join(f"; not …{peer[-8:]}: {why}" for peer, why in sorted(status.reach.not_joined.items()))
+        table.add_row("joined with", joined + lost)
+    if status.reach.relayed_bytes:
+        table.add_row(
+            "relaying",
+            f"for {status.reach.relayed_pairs} pairs now; {human(status.reach.relayed_bytes)} so far",
+        )
     table.add_row("peer id", status.peer_id)
     for address in addresses:
         table.add_row("join by", address)

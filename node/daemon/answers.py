@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import trio
 
 from node.daemon import rpc
-from node.daemon.engine_client import EngineClient, EngineGone
+from node.daemon.engine_client import EngineClient, ask_engine
 from node.daemon.network import Network
 from node.daemon.store import Store
 from node.engine import api
@@ -63,8 +62,8 @@ class Answers:
 
     async def _token(self, peer: str, payload: bytes) -> bytes:
         token = secrets.token_bytes(rpc.TOKEN_BYTES)
-        await self._ask_engine(
-            lambda engine: engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
+        await ask_engine(
+            self.engine, lambda engine: engine.accept_token(peer_id=peer, token=token, expires_s=rpc.TOKEN_EXPIRES_S)
         )
         return token
 
@@ -74,13 +73,5 @@ class Answers:
             raise AtollError("only a peer of the run, with a membership record, is dialled on its wish")
         if len(payload) != rpc.TOKEN_BYTES:
             raise AtollError(f"a wish to be dialled has a token of {rpc.TOKEN_BYTES} bytes, not {len(payload)}")
-        await self._ask_engine(lambda engine: engine.call(peer_id=peer, token=payload))
+        await ask_engine(self.engine, lambda engine: engine.call(peer_id=peer, token=payload))
         return b""
-
-    async def _ask_engine(self, ask: Callable[[EngineClient], Awaitable[object]]) -> None:
-        if self.engine is None:
-            raise AtollError("the engine of this node is not running; try again in a moment")
-        try:
-            await ask(self.engine)
-        except EngineGone as error:
-            raise AtollError("the engine of this node has just ended; try again in a moment") from error

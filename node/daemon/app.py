@@ -60,6 +60,7 @@ async def run_node(settings: DaemonSettings) -> None:
                 version=node.__version__,
                 incarnation=incarnation,
                 name=settings.name or "",
+                relay_bytes_s=settings.max_relay_bytes_s,
             ) as network:
                 host = TrainerHost(home)
                 view = StatusView(

@@ -14,6 +14,7 @@ import trio
 from node.daemon import rpc
 from node.daemon.addresses import Address
 from node.daemon.admission import address_block
+from node.daemon.allowance import Allowances
 from node.daemon.host import DialError
 from node.daemon.link import Link
 from node.engine.handshake import HandshakeFailed, probe
@@ -29,7 +30,6 @@ ALLOWED_PER_S = 1 / 5
 DIAL_S = 8.0
 """For one port: TCP and its handshake take four round trips, and a round trip may take two seconds."""
 ANSWER_S = DIAL_S + 4.0
-MAX_ADDRESSES = 1000
 
 
 class DialBackRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,15 +57,15 @@ class DialBacks:
         self._peers = peers
         self._dial_control = dial_control
         self._running = 0
-        self._allowances: dict[str, tuple[float, float]] = {}
-        """By origin: what it may still ask for, and when that was reckoned."""
+        self._allowances = Allowances(at_once=ALLOWED_AT_ONCE, per_s=ALLOWED_PER_S)
+        """By origin."""
 
     async def answer(self, peer: PeerId, payload: bytes) -> bytes:
         """The request `rpc.DIAL_BACK`. Raises `AtollError` with a sentence for the asker."""
         request = rpc.decode(payload, DialBackRequest)
         link = self._peers().get(peer)
-        if link is None:
-            raise AtollError("dial-backs are for connected peers of the run")
+        if link is None or link.is_spliced:
+            raise AtollError("dial-backs are for peers of the run that are connected directly")
         ports = (*request.control_ports, *request.data_ports)
         if max(len(request.control_ports), len(request.data_ports)) > MAX_PORTS:
             raise AtollError(f"a dial-back tries at most {MAX_PORTS} ports of each kind")
@@ -73,7 +73,7 @@ class DialBacks:
             raise AtollError("a dial-back to a port that is none")
         if self._running >= MAX_AT_ONCE:
             raise AtollError(f"{MAX_AT_ONCE} dial-backs are under way here; ask again later")
-        if not self._may_ask(address_block(link.remote_host)):
+        if not self._allowances.take(address_block(link.remote_host)):
             raise AtollError(f"too many dial-backs to {link.remote_host}; ask again later")
         self._running += 1
         try:
@@ -107,13 +107,3 @@ class DialBacks:
             for port in dict.fromkeys(request.data_ports):
                 nursery.start_soon(data, port)
         return answer
-
-    def _may_ask(self, origin: str) -> bool:
-        now_s = trio.current_time()
-        allowance, since_s = self._allowances.pop(origin, (ALLOWED_AT_ONCE, now_s))
-        allowance = min(ALLOWED_AT_ONCE, allowance + (now_s - since_s) * ALLOWED_PER_S)
-        may = allowance >= 1
-        self._allowances[origin] = (allowance - may, now_s)
-        while len(self._allowances) > MAX_ADDRESSES:
-            del self._allowances[next(iter(self._allowances))]
-        return may

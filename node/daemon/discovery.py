@@ -29,6 +29,7 @@ from node.daemon.link import Link
 from node.daemon.membership import Membership
 from node.daemon.reachability import Reachability
 from node.daemon.remembered import RememberedPeers
+from node.daemon.splicing import SpliceFailed, Splicing
 from node.daemon.streams import Refused
 from node.errors import StrangerError
 from protocol.names import Digest, PeerId, digest
@@ -61,6 +62,9 @@ AFTER_GOODBYE_S = 5.0
 """More than a node listens after its goodbye (`network.GOODBYE_S`, and the host's own end)."""
 POLITE_DELAY_S = 2.0
 """Of a pair that learn of each other, the one with the greater id dials so much later: one connection, not two."""
+
+FAILURES_BEFORE_VOLUNTEER = 2
+"""Dials of a peer that failed, where it is not known that neither can dial the other."""
 
 MAX_LINKS = 128
 MAX_DIALS_AT_ONCE = 8
@@ -177,6 +181,7 @@ class DiscoveryOwner(Protocol):
     run_id: Digest | None
     membership: Membership
     reachability: Reachability
+    splicing: Splicing
 
     @property
     def links(self) -> Mapping[PeerId, Link]: ...
@@ -314,7 +319,7 @@ class Discovery:
                         self.suggest(peer.peer_id, peer.addresses)
                 now = trio.current_time()
                 for peer_id, candidate in list(self._candidates.items()):
-                    if peer_id in self._owner.links:
+                    if peer_id in self._owner.links and not self._may_be_direct(peer_id):
                         candidate.failures = 0
                         candidate.due_s = now + FIRST_RETRY_S * random.uniform(0.5, 1.5)
                     elif (
@@ -337,12 +342,21 @@ class Discovery:
                 with trio.move_on_after(1.0):
                     await self._news.wait()
 
+    def _may_be_direct(self, peer_id: PeerId) -> bool:
+        """Whether a volunteer joins this node with a peer that it may dial itself by now."""
+        record = self._owner.membership.records.get(peer_id)
+        return (
+            record is not None
+            and self._owner.links[peer_id].is_spliced
+            and not self._owner.reachability.is_out_of_reach(record)
+        )
+
     async def _dial(self, limiter: trio.CapacityLimiter, peer_id: PeerId, candidate: _Candidate) -> None:
         try:
             async with limiter:
-                if peer_id not in self._owner.links:
-                    await self._owner.connect(peer_id, candidate.addresses)
-        except (DialError, Refused) as error:
+                if peer_id not in self._owner.links or self._may_be_direct(peer_id):
+                    await self._connect(peer_id, candidate)
+        except (DialError, Refused, SpliceFailed) as error:
             candidate.failures += 1
             missing = sum(1 for peer in self._candidates if peer not in self._owner.links)
             crowd_s = min(MAX_RETRY_S, max(MAX_RETRY_ALONE_S, RETRY_EACH_S * missing))
@@ -354,6 +368,22 @@ class Discovery:
                 self._candidates.pop(peer_id, None)
         finally:
             candidate.dialling = False
+
+    async def _connect(self, peer_id: PeerId, candidate: _Candidate) -> None:
+        """By dialling it, or through a volunteer. Raises `DialError`, `Refused`, `SpliceFailed`."""
+        reachability, splicing = self._owner.reachability, self._owner.splicing
+        record = self._owner.membership.records.get(peer_id)
+        if record is not None and reachability.needs_volunteer(record):
+            await splicing.connect(peer_id)
+            return
+        try:
+            await self._owner.connect(peer_id, candidate.addresses)
+        except DialError as error:
+            known = record is not None and reachability.may_need_volunteer(record)
+            if not known or candidate.failures < FAILURES_BEFORE_VOLUNTEER or peer_id in self._owner.links:
+                raise
+            _log.debug("a peer is not where it says", peer=peer_id, why=str(error))
+            await splicing.connect(peer_id)
 
     async def _look_up(self) -> None:
         interval_s = FIRST_LOOKUP_S

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import socket
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -39,6 +40,16 @@ class _Waiting:
     def __init__(self) -> None:
         self.event = trio.Event()
         self.answer: api.Answer | None = None
+
+
+async def ask_engine(engine: EngineClient | None, ask: Callable[[EngineClient], Awaitable[AnswerT]]) -> AnswerT:
+    """For a peer's request. Raises `AtollError` with a sentence for it when there is no engine."""
+    if engine is None:
+        raise AtollError("the engine of this node is not running; try again in a moment")
+    try:
+        return await ask(engine)
+    except EngineGone as error:
+        raise AtollError("the engine of this node has just ended; try again in a moment") from error
 
 
 class EngineClient:
@@ -155,6 +166,16 @@ class EngineClient:
 
     async def call_answered(self, *, peer_id: str, failure: str) -> api.Done:
         return await self._ask(api.CallAnswered(id=0, peer_id=peer_id, failure=failure), api.Done)
+
+    async def open_splice(self, *, first: str, second: str, lanes: int) -> api.SpliceOpened:
+        return await self._ask(api.OpenSplice(id=0, first=first, second=second, lanes=lanes), api.SpliceOpened)
+
+    async def accept_splice(self, *, peer_id: str, splice: api.Splice) -> api.Done:
+        return await self._ask(api.AcceptSplice(id=0, peer_id=peer_id, splice=splice), api.Done)
+
+    async def splice_answered(self, *, peer_id: str, splice: api.Splice | None, failure: str = "") -> api.Done:
+        request = api.SpliceAnswered(id=0, peer_id=peer_id, splice=splice, failure=failure)
+        return await self._ask(request, api.Done)
 
     async def exchange(self, request: api.Exchange) -> api.Done:
         return await self._ask(request, api.Done)

@@ -14,6 +14,7 @@ from node.daemon.engine_client import EngineClient, EngineFailed
 from node.daemon.network import Network
 from node.daemon.observations import Observations
 from node.daemon.requests import signed_header
+from node.daemon.splicing import SpliceFailed
 from node.daemon.storage import Storage
 from node.daemon.streams import RequestFailed
 from node.engine import api
@@ -21,6 +22,7 @@ from protocol import events
 from protocol.messages import PartHeader
 
 PARTS = "received parts"
+LINK_RETURNS_S = 4.0
 
 log = structlog.get_logger()
 
@@ -50,6 +52,8 @@ class EngineFeed:
                         nursery.start_soon(self._fetch_token, engine, event.peer_id)
                     case api.CallWanted():
                         nursery.start_soon(self._have_call, engine, event.peer_id)
+                    case api.SpliceWanted():
+                        nursery.start_soon(self._have_splice, engine, event.peer_id)
                     case api.HeaderWanted():
                         self._post(
                             events.HeaderDraft(
@@ -87,6 +91,8 @@ class EngineFeed:
 
     async def _fetch_token(self, engine: EngineClient, peer_id: str) -> None:
         token: bytes | None = None
+        # A volunteer that died took the control connection along: another one joins the pair in a moment.
+        await self._network.wait_for_link(peer_id, LINK_RETURNS_S)
         try:
             token = await self._network.request(peer_id, rpc.DATA_TOKEN, b"", timeout_s=rpc.TOKEN_EXPIRES_S / 2)
         except RequestFailed as error:
@@ -111,6 +117,17 @@ class EngineFeed:
             await engine.call_answered(peer_id=peer_id, failure=failure)
         except (EngineFailed, trio.BrokenResourceError) as error:
             log.debug("the engine did not take an answer", peer=peer_id, why=str(error))
+
+    async def _have_splice(self, engine: EngineClient, peer_id: str) -> None:
+        splice, failure = None, ""
+        try:
+            splice = await self._network.splicing.data_splice(peer_id)
+        except SpliceFailed as error:
+            failure = str(error)
+        try:
+            await engine.splice_answered(peer_id=peer_id, splice=splice, failure=failure)
+        except (EngineFailed, trio.BrokenResourceError) as error:
+            log.debug("the engine did not take a splice", peer=peer_id, why=str(error))
 
     async def keep_peers(self, engine: EngineClient) -> None:
         """The engine's directory of other engines follows the membership records."""

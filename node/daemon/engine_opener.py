@@ -69,6 +69,7 @@ class EngineOpener:
             keep_snapshots=limits.keep_snapshots,
             disk_limit_bytes=self._settings.max_disk_bytes,
             threads=self._settings.threads,
+            relay_bytes_s=self._settings.max_relay_bytes_s,
             engine=rounds.engine,
             averager_python=self._settings.hivemind_python,
         )

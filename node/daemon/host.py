@@ -17,6 +17,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost, _IdentifyNotifee
 from libp2p.host.ping import ID as PING_ID
 from libp2p.host.ping import PingService
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.raw_connection import RawConnection
@@ -56,6 +57,14 @@ MAX_DIALLED_ADDRESSES = 8
 
 _NEGOTIATE_TIMEOUT_S = 15
 _log = structlog.get_logger(__name__)
+
+
+SPLICED = "spliced"
+"""In the place of an origin, for connections that a volunteer joins."""
+
+
+class UpgradeFailed(AtollError):
+    """What a volunteer joined this node with is not the peer that it should be; the message says why."""
 
 
 class DialError(AtollError):
@@ -135,11 +144,20 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
         return _GuardedManager(self._manager, self.admission.counts)
 
     async def _handle_inbound_connection(self, read_write_closer: Any, maddr: Multiaddr) -> None:
+        await self._serve_inbound(
+            read_write_closer, maddr, lambda: address_block(note_connection(read_write_closer)[0])
+        )
+
+    async def welcome_over(self, tcp: trio.SocketStream) -> None:
+        """A connection that a peer has made through a volunteer, to its end; this is the side that is dialled."""
+        await self._serve_inbound(_unaddressed(tcp), Multiaddr("/ip4/0.0.0.0/tcp/0"), lambda: SPLICED)
+
+    async def _serve_inbound(self, read_write_closer: Any, maddr: Multiaddr, origin: Callable[[], str]) -> None:
         """From accept to end. The library holds its token until the swarm stops; ours ends with the connection."""
         block = "unknown"
         muxed: HardenedYamux | None = None
         try:
-            block = address_block(note_connection(read_write_closer)[0])
+            block = origin()
             with self.admission.pend(block):
                 muxed = await self.upgrade_inbound_raw_conn(RawConnection(read_write_closer, False), maddr)
                 with trio.move_on_after(HELLO_TIMEOUT_S) as waiting:
@@ -196,6 +214,17 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
             del self._dials[target]
             finished.set()
 
+    async def dial_over(self, peer_id: PeerId, tcp: trio.SocketStream) -> INetConn:
+        """A new connection over one that a volunteer has joined. Raises `UpgradeFailed`; it is closed then."""
+        try:
+            with trio.fail_after(DIAL_TIMEOUT_S):
+                raw = RawConnection(_unaddressed(tcp), True)
+                return await self.upgrade_outbound_raw_conn(raw, ID.from_string(peer_id))
+        except trio.TooSlowError:
+            raise UpgradeFailed(f"no handshake within {DIAL_TIMEOUT_S:.0f} s") from None
+        except Exception as error:
+            raise UpgradeFailed(_why(error)) from error
+
     async def probe(self, address: Address) -> None:
         """Whether the peer that `address` names can be dialled there: nothing is asked of it. Raises `DialError`."""
         assert address.peer_id is not None, "a peer's address"
@@ -234,6 +263,13 @@ class HardenedSwarm(Swarm):  # type: ignore[misc]
             finally:
                 self.unblock_peer(target)
         raise DialError(errors)
+
+
+def _unaddressed(tcp: trio.SocketStream) -> TrioTCPStream:
+    """At its other end is a volunteer's address, which says nothing of the peer."""
+    stream = TrioTCPStream(tcp)
+    stream._cached_remote_address = ("", 0)
+    return stream
 
 
 def _why(error: BaseException | None) -> str:

@@ -15,7 +15,7 @@ from multiaddr import Multiaddr
 from node.daemon import rpc
 from node.daemon.addresses import Address, parse_strangers_addresses
 from node.daemon.hardening import HardenedYamux
-from node.daemon.host import HELLO_TIMEOUT_S, DialError, HardenedHost, close_quietly
+from node.daemon.host import HELLO_TIMEOUT_S, DialError, HardenedHost, UpgradeFailed, close_quietly
 from node.daemon.link import Link, LinkOwner
 from node.daemon.reputation import Reputation
 from node.daemon.streams import (
@@ -46,6 +46,8 @@ RETIRED_S = 3.0
 
 FRESH_S = 90.0
 """How long a refusal or an alarm stands in `reason`."""
+
+NOT_INTRODUCED = "it answers, but did not introduce itself as a node of Atoll"
 
 _ONE_KEY_ONE_NODE = "stop one of the two, or give one another --home, since a copied key is not a second node."
 
@@ -124,11 +126,26 @@ class Introductions:
 
     async def connect(self, peer_id: PeerId, addresses: Sequence[Address]) -> Link:
         """The link to a peer, dialled and introduced if there is none. Raises `DialError` or `Refused`."""
-        if link := self._owner.links.get(peer_id):
+        if (link := self._owner.links.get(peer_id)) and not link.is_spliced:
             return link
         if why := self.reputation.why_not_dial(peer_id):
             raise Refused("paused", why)
         connection = await self._host.swarm.dial(peer_id, addresses)
+        link = await self._introduced(peer_id, connection)
+        if link is not None:
+            return link
+        where = addresses[0] if addresses else Address("ip4", "0.0.0.0", 0, peer_id)
+        raise DialError({where: NOT_INTRODUCED})
+
+    async def connect_over(self, peer_id: PeerId, tcp: trio.SocketStream) -> Link:
+        """The same over a connection that a volunteer has joined. Raises `UpgradeFailed` or `Refused`."""
+        link = await self._introduced(peer_id, await self._host.swarm.dial_over(peer_id, tcp))
+        if link is None:
+            raise UpgradeFailed(NOT_INTRODUCED)
+        return link
+
+    async def _introduced(self, peer_id: PeerId, connection: INetConn) -> Link | None:
+        """The link that comes of a connection which this node made, if one does. Raises `Refused`."""
         muxed: HardenedYamux = connection.muxed_conn
         with trio.move_on_after(HELLO_TIMEOUT_S):
             await muxed.settled.wait()
@@ -136,8 +153,7 @@ class Introductions:
             return link
         if isinstance(muxed.refusal, Refused):
             raise muxed.refusal
-        where = addresses[0] if addresses else Address("ip4", "0.0.0.0", 0, peer_id)
-        raise DialError({where: "it answers, but did not introduce itself as a node of Atoll"})
+        return None
 
     # ------------------------------------------------------------ hellos
 
@@ -172,7 +188,7 @@ class Introductions:
                     await stream.send(encode_frame(self._hello(remote_host)))
                 hello = await stream.receive_hello()
                 addresses = parse_strangers_addresses(hello.addresses, peer_id)
-                if refusal := await self._judge(peer_id, hello, dialled):
+                if refusal := await self._judge(peer_id, hello, dialled, spliced=not remote_host):
                     muxed.refusal = refusal
                     self._note_refusal(peer_id, refusal, by_this_node=True)
                     await stream.send(encode_frame(Refusal(refusal.code, refusal.reason)))
@@ -216,7 +232,7 @@ class Introductions:
     def _install(self, link: Link, muxed: HardenedYamux) -> bool:
         """Put a link in its place, unless a better one of the same peer came in the meantime."""
         old = self._owner.links.get(link.peer_id)
-        if old is not None and not self._is_better(link.dialled, link.incarnation, old):
+        if old is not None and not self._is_better(link.dialled, link.incarnation, old, spliced=link.is_spliced):
             return False
         self._owner.links[link.peer_id] = link
         muxed.greet()
@@ -226,7 +242,7 @@ class Introductions:
 
     # ------------------------------------------------------------ judgement
 
-    async def _judge(self, peer_id: PeerId, hello: Hello, dialled: bool) -> Refused | None:
+    async def _judge(self, peer_id: PeerId, hello: Hello, dialled: bool, *, spliced: bool) -> Refused | None:
         """Why this node does not want the peer; None: it does."""
         mine = self._owner.peer_id
         if peer_id == mine:
@@ -256,16 +272,21 @@ class Introductions:
                 )
             old.close("it was restarted")
             return None
-        if not self._is_better(dialled, hello.incarnation, old):
+        if not self._is_better(dialled, hello.incarnation, old, spliced=spliced):
             return Refused("duplicate", "another connection of this pair is kept")
         return None
 
-    def _is_better(self, dialled: bool, incarnation: bytes, old: Link) -> bool:
-        """Of two connections of one pair: the newer; of two made at the same time, the one that the smaller id dialled.
+    def _is_better(self, dialled: bool, incarnation: bytes, old: Link, *, spliced: bool) -> bool:
+        """Of two connections of one pair: the direct one; else the newer; of two made at the same time, the one that
+        the smaller id dialled.
 
         Both sides come to the same answer without asking.
         """
-        if old.closed.is_set() or old.incarnation != incarnation or old.dialled == dialled:
+        if old.closed.is_set() or old.incarnation != incarnation:
+            return True
+        if spliced != old.is_spliced:
+            return old.is_spliced
+        if old.dialled == dialled:
             return True
         if trio.current_time() - old.connected_at_s > SIMULTANEOUS_S:
             return True

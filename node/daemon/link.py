@@ -119,6 +119,11 @@ class Link:
         return self.round_trips.smoothed_s
 
     @property
+    def is_spliced(self) -> bool:
+        """It passes through a volunteer: whose address the other end sees is not this node's."""
+        return not self.remote_host
+
+    @property
     def bytes_sent(self) -> int:
         return self._stream.bytes_sent
 

@@ -82,13 +82,15 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether peers can dial its control address; None: not known yet."""
     data_reachable: bool | None = None
     """Whether peers can dial its data address, likewise."""
+    relays: bool = False
+    """It joins pairs of which neither can dial the other."""
     seen_at: str = ""
     """The IP address from which its peers see it come; empty: not known yet."""
     lifetime_s: float = LIFETIME_S
 
 
 URGENT_FIELDS = frozenset(
-    {"run", "addresses", "data_addresses", "certificate_sha256", "reachable", "data_reachable", "seen_at"}
+    {"run", "addresses", "data_addresses", "certificate_sha256", "reachable", "data_reachable", "relays", "seen_at"}
 )
 """Without which this node is not found or not reached. Everything else may wait for its turn."""
 

@@ -39,6 +39,7 @@ from node.daemon.link_table import LinkTable
 from node.daemon.membership import Membership
 from node.daemon.reachability import Reachability
 from node.daemon.remembered import RememberedPeers
+from node.daemon.splicing import Splicing
 from node.daemon.streams import Hello, Refused, RequestFailed
 from node.errors import StrangerError
 from node.home import Home
@@ -79,13 +80,15 @@ async def open_network(
     version: str,
     incarnation: bytes,
     name: str = "",
+    relay_bytes_s: float = 0.0,
 ) -> AsyncIterator[Network]:
     """A node on the network, until the context ends.
 
     `listen`, `announce`, `bootstrap`: multiaddrs; those of peers end in `/p2p/PEER_ID`. `announce_data`: `HOST:PORT` of
-    the engine, if it is not the announced hosts with the engine's own port. `run_id` None: this node has
-    only an address, and learns the run from whom it meets. `incarnation`: random bytes of this process start. `name`:
-    for people. Raises `OperatorError` for a bad address or a busy port.
+    the engine, if it is not the announced hosts with the engine's own port. `run_id` None: this node has only an
+    address, and learns the run from whom it meets. `incarnation`: random bytes of this process start. `name`: for
+    people. `relay_bytes_s`: passed on for pairs that cannot dial each other, at most. Raises `OperatorError` for a bad
+    address or a busy port.
     """
     own = [parse_own_address(text, "--listen") for text in listen or (DEFAULT_LISTEN,)]
     told = [parse_own_address(text, "--announce") for text in announce]
@@ -99,6 +102,7 @@ async def open_network(
         name=name,
         announce=told,
         announce_data=[parse_host_port(text, "--announce-data") for text in announce_data],
+        relay_bytes_s=relay_bytes_s,
     )
     with unwrapped():
         async with open_host(identity, own, lambda: network.announced) as host, trio.open_nursery() as nursery:
@@ -136,6 +140,7 @@ class Network:
         name: str,
         announce: Sequence[Address],
         announce_data: Sequence[str],
+        relay_bytes_s: float,
     ) -> None:
         self.peer_id: PeerId = identity.peer_id
         self.run_id: Digest | None = None
@@ -163,10 +168,15 @@ class Network:
         self._data_port: int | None = None
         self._data_announced = tuple(announce_data)
         self._announced: list[Address] = list(announce)
+        self.relay_bytes_s = relay_bytes_s
+        """What this node passes on for pairs that cannot dial each other."""
         self.reachability = Reachability(self)
+        self.splicing = Splicing(self)
         self._links_changed = trio.Event()
         self._handlers: dict[str, Handler] = {
             TABLE_METHOD: self.gossip.answer_table,
+            rpc.SPLICE: self.splicing.asked,
+            rpc.SPLICE_OFFER: self.splicing.offered,
             rpc.DIAL_BACK: DialBacks(peers=lambda: self.peers, dial_control=self._dial_back).answer,
             rpc.IDENTITY_USED_TWICE: self.introductions.warned,
         }
@@ -182,6 +192,8 @@ class Network:
         self._refresh_announced()
         self.discovery = Discovery(owner=self, host=host, bootstrap=bootstrap, remembered=remembered)
         self.introductions.start(host, nursery)
+        host.swarm.may_dial = self._why_not_dial_for_the_dht
+        self.splicing.start(nursery)
 
     # ------------------------------------------------------------ who is there
 
@@ -264,6 +276,17 @@ class Network:
             while not self.peers:
                 await self._links_changed.wait()
         return bool(self.peers)
+
+    async def wait_for_link(self, peer: PeerId, timeout_s: float) -> bool:
+        """Whether a peer that only a volunteer joins with this node is connected within that time; others are not
+        waited for.
+        """
+        record = self.membership.records.get(peer)
+        if record is not None and self.reachability.needs_volunteer(record):
+            with trio.move_on_after(timeout_s):
+                while peer not in self.links:
+                    await self._links_changed.wait()
+        return peer in self.links
 
     async def changed(self, *, within_s: float) -> bool:
         """Waits for a change of the links, or of the run of one; whether there was any in that time."""
@@ -366,6 +389,21 @@ class Network:
     async def connect(self, peer_id: PeerId, addresses: Sequence[Address]) -> Link:
         """The link to a peer, dialled if there is none. Raises `DialError` or `Refused`."""
         return await self.introductions.connect(peer_id, addresses)
+
+    async def connect_over(self, peer: PeerId, tcp: trio.SocketStream) -> Link:
+        """The same over a connection that a volunteer has joined. Raises `UpgradeFailed` or `Refused`."""
+        return await self.introductions.connect_over(peer, tcp)
+
+    async def welcome_over(self, tcp: trio.SocketStream) -> None:
+        """Serve a connection that a peer made through a volunteer, to its end."""
+        await self._host.swarm.welcome_over(tcp)
+
+    def _why_not_dial_for_the_dht(self, peer: PeerId) -> str | None:
+        """The DHT also names those whom nobody can dial: each would cost it a whole timeout."""
+        record = self.membership.records.get(peer)
+        if record is not None and self.reachability.is_out_of_reach(record):
+            return f"{peer} cannot be dialled, as it says itself"
+        return self.must_not_dial(peer)
 
     def must_not_dial(self, peer_id: PeerId) -> str | None:
         return self.introductions.reputation.why_not_dial(peer_id)

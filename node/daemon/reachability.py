@@ -19,6 +19,7 @@ from node.daemon.admission import address_block
 from node.daemon.dial_back import ANSWER_S, MAX_PORTS, DialBackAnswer, DialBackRequest
 from node.daemon.link import Link
 from node.daemon.membership import Membership, MembershipRecord
+from node.daemon.splicing import Splicing
 from node.daemon.streams import RequestFailed
 from node.errors import StrangerError
 from node.status import ReachStatus
@@ -93,6 +94,7 @@ class ReachabilityOwner(Protocol):
 
     peer_id: PeerId
     membership: Membership
+    splicing: Splicing
 
     @property
     def peers(self) -> Mapping[PeerId, Link]: ...
@@ -107,6 +109,9 @@ class ReachabilityOwner(Protocol):
     def listening(self) -> Sequence[Address]: ...
 
     def links_changed(self) -> trio.Event: ...
+
+    @property
+    def relay_bytes_s(self) -> float: ...
 
     def found_address(self, host: str) -> None: ...
 
@@ -167,7 +172,7 @@ class Reachability:
         """Whose word is wanted now: of different places, those from elsewhere first."""
         told = {peer for peer in self._control.by_peer if not self._due(peer, now_s)}
         hosts = {link.remote_host for peer, link in self._owner.peers.items() if peer in told}
-        due = [link for peer, link in self._owner.peers.items() if peer not in told]
+        due = [link for peer, link in self._owner.peers.items() if peer not in told and not link.is_spliced]
         due.sort(key=lambda link: (self._is_local(link.remote_host), link.remote_host in hosts, link.peer_id))
         chosen: dict[str, Link] = {}
         for link in due:
@@ -217,7 +222,12 @@ class Reachability:
         mine = self._owner.membership.mine
         if (mine.reachable, mine.data_reachable) != (control, data):
             _log.info("reachability", control=control, data=data, seen_at=self.seen_at, advice=self.advice())
-        self._owner.membership.publish(reachable=control, data_reachable=data, seen_at=self.seen_at)
+        self._owner.membership.publish(
+            reachable=control,
+            data_reachable=data,
+            relays=data is True and self._owner.relay_bytes_s > 0,
+            seen_at=self.seen_at,
+        )
 
     def is_looked_at_from(self, origin: str) -> bool:
         """Whether a connection from there that ends in its handshake is a dial-back that was asked for, most likely."""
@@ -235,9 +245,15 @@ class Reachability:
         return max(sorted(set(hosts)), key=hosts.count, default="")
 
     def status(self) -> ReachStatus:
-        mine = self._owner.membership.mine
+        mine, splicing, peers = self._owner.membership.mine, self._owner.splicing, self._owner.peers
+        spliced = {peer for peer, link in peers.items() if link.is_spliced}
         return ReachStatus(
-            control=mine.reachable, data=mine.data_reachable, seen_at=mine.seen_at or None, advice=self.advice()
+            control=mine.reachable,
+            data=mine.data_reachable,
+            seen_at=mine.seen_at or None,
+            advice=self.advice(),
+            through={peer: volunteer for peer, volunteer in splicing.through.items() if peer in spliced},
+            not_joined={peer: why for peer, why in splicing.failures.items() if peer not in peers},
         )
 
     def advice(self) -> str:
@@ -270,18 +286,28 @@ class Reachability:
 
     # ------------------------------------------------------------ pairs
 
+    def is_out_of_reach(self, record: MembershipRecord) -> bool:
+        """Whether this node is known not to be able to dial that one's control port."""
+        return record.reachable is False and not self._same_site(record)
+
     def leaves_dialling_to(self, record: MembershipRecord) -> bool:
-        """Whether that one is known to be out of reach for this node, and to reach this node: it will connect."""
-        if record.reachable is not False or self._same_site(record):
-            return False
-        return self._owner.membership.mine.reachable is True
+        """Whether that one is out of reach for this node, and reaches this node: it will connect."""
+        return self.is_out_of_reach(record) and self._owner.membership.mine.reachable is True
+
+    def needs_volunteer(self, record: MembershipRecord) -> bool:
+        """Whether neither is known to be able to dial the other's control port."""
+        return self.is_out_of_reach(record) and self._owner.membership.mine.reachable is False
+
+    def may_need_volunteer(self, record: MembershipRecord) -> bool:
+        """The same of what is not known yet, after a dial that failed."""
+        return self._owner.membership.mine.reachable is not True and record.reachable is not True
 
     def data_dialable(self, record: MembershipRecord) -> bool:
         """Whether this node's engine can dial that one's, as far as is known."""
         if record.data_reachable is not None:
             return record.data_reachable or self._same_site(record)
         link = self._owner.peers.get(record.peer_id)
-        if link is not None and link.dialled:
+        if link is not None and link.dialled and not link.is_spliced:
             return True  # the same machine, at another port
         return self._may_lead(one.rpartition(":")[0] for one in record.data_addresses)
 
@@ -291,7 +317,7 @@ class Reachability:
         if mine.data_reachable is not None:
             return mine.data_reachable or self._same_site(record)
         link = self._owner.peers.get(record.peer_id)
-        if link is None or not link.dialled or self._is_local(link.remote_host):
+        if link is None or (not link.is_spliced and (not link.dialled or self._is_local(link.remote_host))):
             return True
         hosts = (one.rpartition(":")[0].strip("[]") for one in mine.data_addresses)
         return any(not _is_ip(host) or ipaddress.ip_address(host).is_global for host in hosts)

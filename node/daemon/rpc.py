@@ -18,6 +18,7 @@ DATA_TOKEN = "data-token"
 DATA_CALL = "data-call"
 """Asks to be dialled by the receiver's engine, with the token of the payload: the sender cannot dial it."""
 DIAL_BACK = "dial-back"
+SPLICE, SPLICE_OFFER = "splice", "splice-offer"
 IDENTITY_USED_TWICE = "identity-used-twice"
 """Tells, asks nothing: the receiver's key was shown by another machine, which was refused."""
 

@@ -149,7 +149,7 @@ class RunSession:
                 self._observations.count(["engine restarted"])
                 self._observations.setting_up("starting", "the engine died and starts again")
                 self._left_state = self.state
-                self.engine = self.driver = self._answers.engine = None
+                self.engine = self.driver = self._answers.engine = self._network.splicing.engine = None
                 if self._training is not None:
                     self._training.engine = None
                     self._training.pause("the engine died and starts again")
@@ -201,7 +201,7 @@ class RunSession:
             async with trio.open_nursery() as nursery:
                 engine = EngineClient(handle.socket)
                 nursery.start_soon(self._receive_from_engine, engine)
-                self.engine = self._answers.engine = engine
+                self.engine = self._answers.engine = self._network.splicing.engine = engine
                 await self._opener.open(engine, handle)
                 nursery.start_soon(self._feed.pump, engine)
                 nursery.start_soon(self._feed.keep_peers, engine)

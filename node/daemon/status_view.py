@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import trio
 
 import node
@@ -16,7 +17,7 @@ from node.daemon.trainer_host import TrainerHost
 from node.engines import LIMITS
 from node.errors import OperatorError
 from node.settings import DaemonSettings
-from node.status import ExportPoint, MemberStatus, Status, TrainerStatus
+from node.status import ExportPoint, MemberStatus, ReachStatus, Status, TrainerStatus
 from protocol.chain import member
 
 PROCESSES_EVERY_S = 2.0
@@ -135,7 +136,7 @@ class StatusView:
                 budget_steps=session.budget_steps if session is not None else 0,
             ),
             work=seen.work,
-            reach=self._network.reachability.status(),
+            reach=self._reach(),
             parameters=session.rules.elements if session is not None else 0,
             disk_bytes=seen.disk_bytes,
             storage_able=seen.storage is None,
@@ -148,6 +149,15 @@ class StatusView:
             problems={**seen.problems, **self._network.problems(), **self._dropped_by_engine()},
             http=self.http,
             uptime_s=trio.current_time() - seen.started_s,
+        )
+
+    def _reach(self) -> ReachStatus:
+        inventory = self.session.inventory if self.session is not None else None
+        reach = self._network.reachability.status()
+        if inventory is None:
+            return reach
+        return msgspec.structs.replace(
+            reach, relayed_pairs=inventory.relayed_pairs, relayed_bytes=inventory.relayed_bytes
         )
 
     def _dropped_by_engine(self) -> dict[str, int]:

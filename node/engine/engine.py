@@ -17,6 +17,7 @@ import trio
 
 from node.engine import api, tls
 from node.engine.artifacts import ArtifactStore
+from node.engine.dialling import Wants
 from node.engine.drops import Drops
 from node.engine.exchange import Exchange
 from node.engine.exchange_tools import Tools
@@ -30,6 +31,7 @@ from node.engine.recompute import KeptLeaves, Recomputer
 from node.engine.requests import Requester, Responder
 from node.engine.serving import Serving
 from node.engine.snapshots import SnapshotError, SnapshotStore
+from node.engine.splice import Splicer, SpliceRefused
 from node.engine.state import OuterState, StateError
 from node.engine.storing import PartKeeper
 from node.engine.switchboard import Switchboard
@@ -45,7 +47,7 @@ MAX_OLD_EXCHANGES = 2
 """Exchanges that go on beside a new one, should the daemon not stop them."""
 
 Say = Callable[[api.FromEngine], Awaitable[None]]
-Failures = (StateError, SnapshotError, FetchFailed, OSError, ValueError)
+Failures = (StateError, SnapshotError, FetchFailed, SpliceRefused, OSError, ValueError)
 
 
 class Engine:
@@ -92,12 +94,13 @@ class Engine:
             gauge=self._gauge,
             dropped=self.dropped,
         )
+        self._splicer = Splicer(request.relay_bytes_s)
         self._switchboard = Switchboard(
             nursery=nursery,
             peer_id=request.peer_id,
             watcher=self._traffic,
-            want_token=self._want_token,
-            want_call=self._want_call,
+            wants=Wants(token=self._want_token, call=self._want_call, splice=self._want_splice),
+            splicer=self._splicer,
             dropped=self.dropped,
         )
         self._fetcher = Fetcher(
@@ -153,11 +156,18 @@ class Engine:
             case api.AcceptToken():
                 self._switchboard.tokens.add(request.peer_id, request.token, request.expires_s)
             case api.DialToken():
-                self._switchboard.dial_token(request.peer_id, request.token)
+                self._switchboard.dialler.answer_token(request.peer_id, request.token)
             case api.Call():
-                self._switchboard.call(request.peer_id, request.token)
+                self._switchboard.dialler.call(request.peer_id, request.token)
             case api.CallAnswered():
-                self._switchboard.call_answered(request.peer_id, request.failure)
+                self._switchboard.dialler.answer_call(request.peer_id, request.failure)
+            case api.AcceptSplice():
+                self._switchboard.dialler.meet(request.peer_id, request.splice)
+            case api.SpliceAnswered():
+                self._switchboard.dialler.answer_splice(request.peer_id, request.splice or request.failure)
+            case api.OpenSplice():
+                await self._answer(request.id, partial(self._open_splice, request))
+                return
             case api.Exchange():
                 await self._answer(request.id, partial(self._start_exchange, request))
                 return
@@ -301,6 +311,8 @@ class Engine:
             connections=self._switchboard.connections,
             bytes_sent=self._switchboard.closed_sent_bytes + sum(link.sending.bytes for link in links),
             bytes_received=self._switchboard.closed_received_bytes + sum(link.receiving.bytes for link in links),
+            relayed_bytes=self._splicer.relayed_bytes,
+            relayed_pairs=self._splicer.pairs,
             dropped=self.dropped + self._exchange_drops(),
         )
 
@@ -390,6 +402,13 @@ class Engine:
 
     async def _want_call(self, peer_id: str) -> None:
         await self._say(api.CallWanted(peer_id=peer_id))
+
+    async def _want_splice(self, peer_id: str) -> None:
+        await self._say(api.SpliceWanted(peer_id=peer_id))
+
+    async def _open_splice(self, request: api.OpenSplice) -> api.Answer:
+        tickets = self._splicer.open(request.first, request.second, request.lanes)
+        return api.SpliceOpened(id=request.id, tickets=tickets)
 
 
 class _Pending:

@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from node.engine import api
+from node.engine.dialling import DIAL_ATTEMPTS, Unreachable
 from node.engine.exchange_checks import UpChecks, why_bad_part
 from node.engine.exchange_duties import Duties
 from node.engine.exchange_partials import Partials
@@ -35,7 +36,6 @@ from node.engine.frames import (
 )
 from node.engine.link import Buffer, Link, Outgoing
 from node.engine.outbox import OutboxReader
-from node.engine.switchboard import DIAL_ATTEMPTS, Unreachable
 from node.errors import StrangerError
 from protocol.exchange import Decision, ExchangeMachine, LeaveEmpty, Reduce, SendPartial
 from protocol.fields import bitmap_bytes

@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from node.engine import api
 from node.engine.artifacts import ArtifactStore, chunk_bytes, chunk_count
+from node.engine.dialling import Unreachable
 from node.engine.drops import Drops
 from node.engine.exchange_checks import why_bad_part
 from node.engine.frames import AskMeta, Subject
@@ -21,7 +22,7 @@ from node.engine.link import Link
 from node.engine.requests import Lied, NoAnswer, Requester
 from node.engine.snapshots import SnapshotStore, split_hashes
 from node.engine.storing import PartKeeper
-from node.engine.switchboard import Switchboard, Unreachable
+from node.engine.switchboard import Switchboard
 from node.engine.threads import Threads
 from node.errors import AtollError
 from protocol.names import DIGEST_BYTES, digest

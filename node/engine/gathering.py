@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 
 import trio
 
+from node.engine.dialling import Unreachable
 from node.engine.drops import Drops
 from node.engine.link import Link
 from node.engine.requests import Lied, NoAnswer, NotThere
-from node.engine.switchboard import Unreachable
 
 ASKS_PER_SOURCE = 4
 SOURCES_AT_ONCE = 8
@@ -69,6 +69,8 @@ class Gathering(Generic[Item]):
         self._dropped = dropped
         self._strikes: Counter[str] = Counter()
         self._lies: Counter[str] = Counter()
+        self._broke: dict[str, Link] = {}
+        """The last link of a source that broke: all that was asked for over it failed at once, which is one failure."""
         self._out: set[str] = set()
         """Sources that are not asked any more."""
         self._changed = trio.lowlevel.ParkingLot()
@@ -134,9 +136,11 @@ class Gathering(Generic[Item]):
             piece.since_s = began_s
         scope = piece.asked[source] = trio.CancelScope()
         got = False
+        link: Link | None = None
         try:
             with scope:
-                await self._get(await self._reach(source), piece.item)
+                link = await self._reach(source)
+                await self._get(link, piece.item)
                 got = True
         except NotThere:
             piece.lacking.add(source)
@@ -147,7 +151,11 @@ class Gathering(Generic[Item]):
             if self._lies[source] >= LIES:
                 self._drop(source, str(error))
         except NoAnswer as error:
-            self._strike(source, str(error))
+            if link is None or not link.closed:
+                self._strike(source, str(error))
+            elif self._broke.get(source) is not link:
+                self._broke[source] = link
+                self._strike(source, str(error))
         except Unreachable as error:
             # Dialling has its own retries: who cannot be reached is not asked again in this download.
             self._drop(source, str(error))

@@ -91,7 +91,7 @@ async def connect(address: str) -> trio.SocketStream:
         with trio.fail_after(CONNECT_TIMEOUT_S):
             tcp = await trio.open_tcp_stream(host, port)
     except (OSError, ValueError, trio.TooSlowError) as error:
-        raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+        raise HandshakeFailed(f"{address}: {describe(error)}") from error
     keep_trying(tcp.socket)
     return tcp
 
@@ -106,7 +106,7 @@ async def probe(address: str, *, certificate_sha256: bytes) -> None:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
             await _open_tls(tcp, address, certificate_sha256, tls.PROBE_ALPN)
     except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.TooSlowError) as error:
-        raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+        raise HandshakeFailed(f"{address}: {describe(error)}") from error
     finally:
         await trio.aclose_forcefully(tcp)
 
@@ -126,6 +126,22 @@ async def _open_tls(tcp: trio.SocketStream, address: str, certificate_sha256: by
 async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: bytes, lane: int, lanes: int) -> Stream:
     """An authenticated lane to the engine at `address` (`host:port`). `peer_id` is ours. Raises `HandshakeFailed`."""
     tcp = await connect(address)
+    return await introduce(
+        tcp, address, certificate_sha256=certificate_sha256, peer_id=peer_id, token=token, lane=lane, lanes=lanes
+    )
+
+
+async def introduce(
+    tcp: trio.SocketStream,
+    address: str,
+    *,
+    certificate_sha256: bytes,
+    peer_id: str,
+    token: bytes,
+    lane: int,
+    lanes: int,
+) -> Stream:
+    """The same over a connection that stands. It is closed when this raises `HandshakeFailed`."""
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
             stream = await _open_tls(tcp, address, certificate_sha256, tls.ALPN)
@@ -138,7 +154,7 @@ async def dial(address: str, *, certificate_sha256: bytes, peer_id: str, token: 
         raise
     except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.TooSlowError) as error:
         await trio.aclose_forcefully(tcp)
-        raise HandshakeFailed(f"{address}: {_describe(error)}") from error
+        raise HandshakeFailed(f"{address}: {describe(error)}") from error
     except BaseException:
         await trio.aclose_forcefully(tcp)
         raise
@@ -173,10 +189,21 @@ async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenB
                 raise StrangerError("a hello with an unknown, used or expired token")
             await stream.send_all(_ACCEPTED)
     except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.EndOfChannel) as error:
-        raise StrangerError(f"a broken handshake: {_describe(error)}") from error
+        raise StrangerError(f"a broken handshake: {describe(error)}") from error
     except trio.TooSlowError:
         raise StrangerError(f"a handshake of more than {HANDSHAKE_TIMEOUT_S:g} s") from None
     return peer_id, token, stream
+
+
+async def first_byte(tcp: trio.SocketStream) -> bytes:
+    """Of a connection, without taking it; empty at its end. Raises `StrangerError` when none comes."""
+    try:
+        with trio.fail_after(HANDSHAKE_TIMEOUT_S):
+            return bytes(await tcp.socket.recv(1, trio.socket.MSG_PEEK))
+    except OSError as error:
+        raise StrangerError(f"a broken handshake: {describe(error)}") from error
+    except trio.TooSlowError:
+        raise StrangerError(f"a handshake of more than {HANDSHAKE_TIMEOUT_S:g} s") from None
 
 
 async def _expect_tls_record(tcp: trio.SocketStream) -> None:
@@ -215,7 +242,8 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """For a person."""
     if isinstance(error, trio.TooSlowError):
         return "no answer in time"
     return str(error) or type(error).__name__

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import trio
 
 from node.engine import api
+from node.engine.dialling import LANES, Unreachable
 from node.engine.frames import AskMeta, Subject
 from node.engine.link import Link
 from node.engine.requests import NoAnswer, Requester
-from node.engine.switchboard import LANES, Switchboard, Unreachable
+from node.engine.switchboard import Switchboard
 from protocol.names import ZERO_DIGEST
 
 PROBE_BYTES = 4 << 20

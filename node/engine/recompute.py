@@ -14,12 +14,13 @@ from functools import partial
 import trio
 
 from node.engine import api
+from node.engine.dialling import Unreachable
 from node.engine.exchange_view import view_of
 from node.engine.frames import AskMeta, Subject
 from node.engine.geometry import Geometry
 from node.engine.outbox import Outbox
 from node.engine.requests import NoAnswer, Requester
-from node.engine.switchboard import Switchboard, Unreachable
+from node.engine.switchboard import Switchboard
 from node.engine.threads import Threads
 from protocol.codecs import CodecError
 from protocol.commitment import MAX_PROOF_HASHES, proves

@@ -118,6 +118,45 @@ def test_a_forwarded_port_is_found_and_can_be_announced(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos_long
+def test_two_behind_routers_are_joined_by_a_volunteer_and_by_another_when_it_dies(tmp_path: Path) -> None:
+    with places(2, 2) as (streets, homes, _), daemons(tmp_path) as make:
+        a, b = (make(name, namespace=host.namespace) for name, host in zip("ab", streets, strict=True))
+        c, d = (make(name, namespace=host.namespace) for name, host in zip("cd", homes, strict=True))
+        nodes = [a, b, c, d]
+        a.start("--run", "micro", *arguments()).wait_listening()
+        for node in (b, c, d):
+            node.start(*arguments("--join", a.address))
+        wait_counted(nodes, 1, "all four are counted", 4 * ROUND_S)
+
+        def joined() -> bool:
+            assert c.last is not None
+            assert d.last is not None
+            return d.peer_id in c.last.reach.through and c.peer_id in d.last.reach.through
+
+        wait_all(nodes, joined, "c and d are joined", KNOWN_S)
+        assert c.last is not None
+        since = c.last.round + 2
+        wait_counted(nodes, 4, "rounds go on", 4 * ROUND_S)
+        assert_nobody_was_left_out(nodes, since)
+        volunteer = next(node for node in (a, b) if c.last and node.peer_id == c.last.reach.through[d.peer_id])
+        assert volunteer.last is not None
+        assert volunteer.last.reach.relayed_bytes > 0
+        assert volunteer.last.reach.relayed_pairs == 1
+
+        volunteer.kill()
+        others = [node for node in nodes if node is not volunteer]
+        (other,) = (node for node in (a, b) if node is not volunteer)
+
+        def joined_by_the_other() -> bool:
+            assert c.last is not None
+            return c.last.reach.through.get(d.peer_id) == other.peer_id
+
+        wait_all(others, joined_by_the_other, "the other volunteer joins them", ROUND_S)
+        wait_counted(others, 2, "rounds go on without the first", 4 * ROUND_S)
+        assert_agreed(*others, at_least=2)
+
+
+@pytest.mark.chaos_long
 def test_a_joiner_behind_a_router_downloads_the_state(tmp_path: Path) -> None:
     """And gives it to the next one, who can only have it of whom it cannot dial."""
     with places(2, 1) as (streets, (home,), _), daemons(tmp_path) as make:

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
-from node.daemon.engine_client import EngineClient
+from node.daemon.engine_client import EngineClient, EngineFailed
 from node.engine import api
 from node.engine.hivemind import environment as hivemind
 from node.peer_id import peer_id_of
@@ -158,6 +158,7 @@ class LabEngine:
                 threads=sizes.threads,
                 engine=sizes.engine,
                 averager_python=os.environ.get(hivemind.VARIABLE, ""),
+                relay_bytes_s=self.lab.relay_bytes_s,
             ),
             fds=self.memory,
         )
@@ -170,6 +171,8 @@ class LabEngine:
                     self.lab.nursery.start_soon(self._give_token, client, event.peer_id)
                 case api.CallWanted():
                     self.lab.nursery.start_soon(self._have_call, client, event.peer_id)
+                case api.SpliceWanted():
+                    self.lab.nursery.start_soon(self._have_splice, client, event.peer_id)
                 case api.HeaderWanted():
                     header = None if self.refuse_headers else self.sign(event)
                     self.lab.nursery.start_soon(self._give_header, client, event, header)
@@ -210,6 +213,22 @@ class LabEngine:
             await client.call_answered(peer_id=peer_id, failure="")
         except trio.BrokenResourceError:
             return
+
+    async def _have_splice(self, client: EngineClient, peer_id: str) -> None:
+        """What three daemons do."""
+        failure = "there is no volunteer"
+        for volunteer in self.lab.volunteers:
+            try:
+                opened = await volunteer.ask.open_splice(first=self.peer_id, second=peer_id, lanes=2)
+                addresses = (f"127.0.0.1:{volunteer.seen_port or volunteer.port}",)
+                mine, theirs = (api.Splice(addresses=addresses, ticket=one, lanes=2) for one in opened.tickets)
+                await self.lab.by_id[peer_id].ask.accept_splice(peer_id=self.peer_id, splice=theirs)
+            except (EngineFailed, trio.BrokenResourceError) as error:
+                failure = str(error)
+                continue
+            await client.splice_answered(peer_id=peer_id, splice=mine)
+            return
+        await client.splice_answered(peer_id=peer_id, splice=None, failure=failure)
 
     async def _give_header(self, client: EngineClient, wanted: api.HeaderWanted, header: api.PartRef | None) -> None:
         try:
@@ -287,6 +306,10 @@ class Lab:
     keep_rounds: int = 20
     disk_limit_bytes: int = 0
     engines: list[LabEngine] = field(default_factory=list)
+    relay_bytes_s: float = 0.0
+    """What each engine passes on for others."""
+    volunteers: list[LabEngine] = field(default_factory=list)
+    """Who is asked to join pairs, in this order."""
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Who asked whom to dial it."""
     by_id: dict[str, LabEngine] = field(default_factory=dict)
@@ -491,9 +514,13 @@ class Proxy:
             nursery.start_soon(self._pump, near, far)
             nursery.start_soon(self._pump, far, near)
 
+    def saw(self, data: bytes) -> None:
+        """Called with all that passes."""
+
     async def _pump(self, source: trio.SocketStream, sink: trio.SocketStream) -> None:
         try:
             async for data in source:
+                self.saw(data)
                 await sink.send_all(data)
                 self.forwarded_bytes += len(data)
                 self._moved.set()
@@ -528,7 +555,7 @@ def _heights(parents: Sequence[int]) -> list[int]:
 
 
 @asynccontextmanager
-async def lab(directory: Path, count: int, sizes: Sizes | None = None, **settings: int) -> AsyncIterator[Lab]:
+async def lab(directory: Path, count: int, sizes: Sizes | None = None, **settings: float) -> AsyncIterator[Lab]:
     """`count` engines that know each other; all processes end with the block."""
     async with trio.open_nursery() as nursery:
         made = Lab(nursery=nursery, directory=directory, sizes=sizes or Sizes(), **settings)

@@ -77,13 +77,14 @@ class Nodes:
         port: int = 0,
         version: str = "0.1.0",
         incarnation: bytes | None = None,
+        announce: Sequence[str] = (),
     ) -> Node:
         identity = identity or Identity.generate()
         home = home or Home(self._folder / f"home-{len(self.all)}")
         home.path.mkdir(parents=True, exist_ok=True)
         incarnation = incarnation or os.urandom(16)
         node: Node = await self._nursery.start(
-            self._live, identity, home, bootstrap, run_id, port, version, incarnation
+            self._live, identity, home, bootstrap, run_id, port, version, incarnation, announce
         )
         self.all.append(node)
         return node
@@ -97,12 +98,14 @@ class Nodes:
         port: int,
         version: str,
         incarnation: bytes,
+        announce: Sequence[str],
         task_status: trio.TaskStatus[Node],
     ) -> None:
         async with open_network(
             identity=identity,
             home=home,
             listen=[f"/ip4/127.0.0.1/tcp/{port}"],
+            announce=announce,
             bootstrap=bootstrap,
             run_id=run_id,
             version=version,

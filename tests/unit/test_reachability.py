@@ -101,7 +101,7 @@ def dial_backs(dialled: list[Address], failures: dict[int, str] | None = None) -
         if why := (failures or {}).get(address.port):
             raise DialError({address: why})
 
-    link: Any = SimpleNamespace(remote_host="203.0.113.7")
+    link: Any = SimpleNamespace(remote_host="203.0.113.7", is_spliced=False)
     return DialBacks(peers=lambda: {PEER: link}, dial_control=dial)
 
 
@@ -125,7 +125,7 @@ def test_only_the_address_that_the_asker_comes_from_is_dialled() -> None:
 
 def test_a_data_port_that_nobody_answers_at_is_said_so() -> None:
     async def main() -> None:
-        link: Any = SimpleNamespace(remote_host="127.0.0.1")
+        link: Any = SimpleNamespace(remote_host="127.0.0.1", is_spliced=False)
 
         async def reached(_: Address) -> None:
             await trio.lowlevel.checkpoint()
@@ -141,7 +141,7 @@ def test_a_data_port_that_nobody_answers_at_is_said_so() -> None:
 @pytest.mark.parametrize(
     ("peer", "payload", "says"),
     [
-        ("12D3KooWStranger", request(4001), "for connected peers of the run"),
+        ("12D3KooWStranger", request(4001), "for peers of the run that are connected directly"),
         (PEER, request(1, 2, 3), "at most 2 ports"),
         (PEER, request(0), "a port that is none"),
         (PEER, request(70_000), "a port that is none"),
@@ -183,7 +183,7 @@ def test_only_so_many_dials_go_on_at_once() -> None:
         async def never(_: Address) -> None:
             await trio.sleep_forever()
 
-        link: Any = SimpleNamespace(remote_host="203.0.113.7")
+        link: Any = SimpleNamespace(remote_host="203.0.113.7", is_spliced=False)
         made = DialBacks(peers=lambda: {PEER: link}, dial_control=never)
 
         async def ask() -> None:

@@ -103,6 +103,7 @@ def test_every_setting_of_the_operator_reaches_the_daemon() -> None:
     daemon = set(DaemonSettings.__struct_fields__)
     renamed = {
         "max_disk": "max_disk_bytes",
+        "max_relay": "max_relay_bytes_s",
         "allow_function": "allow_functions",
     }
     operator = {renamed.get(key, key) for key in OperatorSettings.model_fields}

@@ -30,6 +30,7 @@ from node.engine.api.answers import (
     PartsFetched,
     Probed,
     Recomputed,
+    SpliceOpened,
     StateLoaded,
 )
 from node.engine.api.engine_events import (
@@ -41,6 +42,7 @@ from node.engine.api.engine_events import (
     PartHeld,
     PayloadDropped,
     Rates,
+    SpliceWanted,
     StorageFailed,
     StorageWorks,
     TokenWanted,
@@ -57,6 +59,7 @@ from node.engine.api.state_requests import (
     SetAside,
 )
 from node.engine.api.transfer_requests import (
+    AcceptSplice,
     AcceptToken,
     Call,
     CallAnswered,
@@ -67,16 +70,20 @@ from node.engine.api.transfer_requests import (
     FetchSnapshot,
     Inventory,
     KeepCommits,
+    OpenSplice,
     Peer,
     Probe,
     Recompute,
     SetPeers,
     ShardPlan,
     SignedHeader,
+    Splice,
+    SpliceAnswered,
     StopExchange,
 )
 
 __all__ = [
+    "AcceptSplice",
     "AcceptToken",
     "Answer",
     "Applied",
@@ -105,6 +112,7 @@ __all__ = [
     "LoadInitial",
     "LoadSnapshot",
     "Open",
+    "OpenSplice",
     "Opened",
     "PartHeld",
     "PartRef",
@@ -124,6 +132,10 @@ __all__ = [
     "ShardPlan",
     "SignedHeader",
     "Snapshot",
+    "Splice",
+    "SpliceAnswered",
+    "SpliceOpened",
+    "SpliceWanted",
     "StateLoaded",
     "StopExchange",
     "StorageFailed",
@@ -145,6 +157,9 @@ Request: TypeAlias = (
     | DialToken
     | Call
     | CallAnswered
+    | OpenSplice
+    | AcceptSplice
+    | SpliceAnswered
     | Exchange
     | StopExchange
     | SignedHeader
@@ -159,6 +174,7 @@ Request: TypeAlias = (
 Event: TypeAlias = (
     TokenWanted
     | CallWanted
+    | SpliceWanted
     | HeaderWanted
     | PartHeld
     | PayloadDropped
@@ -169,6 +185,16 @@ Event: TypeAlias = (
     | StorageWorks
 )
 Answer: TypeAlias = (
-    Done | Failed | Opened | StateLoaded | Encoded | Applied | PartsFetched | Recomputed | Inventoried | Probed
+    Done
+    | Failed
+    | Opened
+    | StateLoaded
+    | Encoded
+    | Applied
+    | PartsFetched
+    | Recomputed
+    | Inventoried
+    | Probed
+    | SpliceOpened
 )
 FromEngine: TypeAlias = Answer | Event

@@ -23,6 +23,12 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     port: int
 
 
+class SpliceOpened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    id: int
+    tickets: tuple[bytes, bytes]
+    """For the first and for the second."""
+
+
 class StateLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: int
     state_hash: bytes
@@ -78,5 +84,9 @@ class Inventoried(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     connections: int
     bytes_sent: int
     bytes_received: int
+    relayed_bytes: int = 0
+    """Passed on for pairs that cannot dial each other, since the start."""
+    relayed_pairs: int = 0
+    """Such pairs now."""
     dropped: dict[str, int]
     """Rejected input by reason, since the start."""

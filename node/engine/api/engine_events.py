@@ -19,6 +19,12 @@ class CallWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
 
 
+class SpliceWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Neither can this node dial `peer_id` nor the other way round: have a volunteer join them."""
+
+    peer_id: str
+
+
 class HeaderWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part of which this node is root is reduced and encoded: sign its header."""
 

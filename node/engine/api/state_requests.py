@@ -30,6 +30,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     disk_limit_bytes: int
     """0: no limit. Beyond it the oldest parts and snapshots that nobody pins go first, never the newest state."""
     threads: int
+    relay_bytes_s: float = 0.0
+    """What this engine passes on for pairs that cannot dial each other, at most; 0: nothing."""
     engine: str = "atoll"
     """The manifest's: what averages (`node.engine.engines`)."""
     averager_python: str = ""

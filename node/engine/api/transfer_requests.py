@@ -20,6 +20,15 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """It can dial this node, as far as is known."""
 
 
+class Splice(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a volunteer joins this node with another (`node.engine.splice`)."""
+
+    addresses: tuple[str, ...]
+    """`host:port` of the volunteer's data listener, best first."""
+    ticket: bytes
+    lanes: int
+
+
 class SetPeers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Replace the directory of engines. Connections to peers no longer listed are closed. → Done."""
 
@@ -60,6 +69,33 @@ class CallAnswered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peer_id: str
     failure: str
     """Why the peer will not dial; empty: it dials now."""
+
+
+class OpenSplice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Join two peers that cannot dial each other, by `lanes` connections of each. → SpliceOpened."""
+
+    id: int
+    first: str
+    second: str
+    lanes: int
+
+
+class AcceptSplice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`peer_id` dials this node through a volunteer: meet it there. → Done."""
+
+    id: int
+    peer_id: str
+    splice: Splice
+
+
+class SpliceAnswered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to the event `SpliceWanted`. → Done."""
+
+    id: int
+    peer_id: str
+    splice: Splice | None
+    failure: str = ""
+    """Why no volunteer joins this node with it, when there is no splice."""
 
 
 class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
