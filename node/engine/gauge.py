@@ -24,6 +24,8 @@ from node.engine.tcp_info import tcp_info
 
 WINDOW_S = 1.0
 """Several round trips, and more than any queue on the way holds."""
+FIRST_TICK_S = 0.01
+"""While a stretch is younger than a window: what is short is measured to that."""
 TICK_S = 0.05
 TICK_EACH_LANE_S = 0.0005
 """So that reading many connections takes some percent of a core at most."""
@@ -35,7 +37,11 @@ MIN_BYTES = 1 << 18
 """Less says more of latency than of a rate."""
 SURE_S = 1.0
 """Seconds in which a direction was pressed for all that it gives."""
-BUSY_SHARE = 0.8
+BUSY_SHARE = 0.5
+"""Of a window there was something to carry, or it proves nothing."""
+BURST_BUSY_SHARE = 0.2
+"""Likewise of a run that ticks measure too coarsely."""
+PRESSED_SHARE = 0.8
 HELD_SHARE = 0.2
 """Of its time a sender may be held by the receiver's window, and still have been as fast as the link."""
 UNFAIR_SHARE = 0.5
@@ -43,45 +49,83 @@ UNFAIR_SHARE = 0.5
 
 
 class Stretch:
-    """One direction of a link, or of all of them, in one stretch of traffic."""
+    """One direction of a link, or of all of them, in one stretch of traffic.
+
+    A trickle proves nothing, however long it lasts: only time counts in which there was something to carry.
+    """
 
     def __init__(self, now_s: float) -> None:
         self._bytes = 0
         self._packets = 0
-        self._points = deque([(now_s, 0)])
-        """When how many packets had been carried, over the last window."""
-        self._began_s = now_s
-        self._moved_at_s = now_s
-        """When packets were last carried."""
-        self._best_packets_s = 0.0
+        self._busy_s = 0.0
         self._pressed_s = 0.0
+        self._looked_at_s = now_s
+        self._run: deque[_Mark] = deque()
+        """Since there was always something to carry, over the last window; empty: there is nothing."""
+        self._run_began = _Mark(now_s, 0, 0.0)
+        self._run_moved = self._run_began
+        """When packets were last carried in it."""
+        self._best_packets_s = 0.0
+        """Of whole windows."""
+        self._best_burst_packets_s = 0.0
+        """Of runs that were shorter than a window."""
 
-    def tick(self, packets: int, size: int, now_s: float, *, pressed: bool) -> None:
-        """`packets` and bytes since the last tick; `pressed`: in this time there was always more to carry."""
-        since_s = self._points[-1][0]
+    def tick(self, packets: int, size: int, now_s: float, *, busy_s: float, pressed: bool) -> None:
+        """`packets` and bytes since the last tick, and how long of it there was something to carry.
+
+        `pressed`: the whole time, and nobody else is the reason that it was not faster.
+        """
+        if not self._run and (packets or busy_s):
+            self._run_began = self._run_moved = _Mark(self._looked_at_s, self._packets, self._busy_s)
+            self._run.append(self._run_began)
+        self._packets += packets
         self._bytes += size
-        if packets:
-            if not self._packets:
-                self._began_s = since_s
-            self._packets += packets
-            self._moved_at_s = now_s
+        self._busy_s += min(busy_s, now_s - self._looked_at_s)
         if pressed:
-            self._pressed_s += now_s - since_s
-        self._points.append((now_s, self._packets))
-        while len(self._points) > 2 and now_s - self._points[1][0] >= WINDOW_S:
-            self._points.popleft()
-        oldest_s, before = self._points[0]
-        if (seconds := now_s - oldest_s) >= WINDOW_S:
-            self._best_packets_s = max(self._best_packets_s, (self._packets - before) / seconds)
+            self._pressed_s += now_s - self._looked_at_s
+        self._looked_at_s = now_s
+        if not self._run:
+            return
+        mark = _Mark(now_s, self._packets, self._busy_s)
+        self._run.append(mark)
+        while len(self._run) > 2 and now_s - self._run[1].at_s >= WINDOW_S:
+            self._run.popleft()
+        if now_s - self._run[0].at_s >= WINDOW_S:
+            self._best_packets_s = max(self._best_packets_s, self._run[0].rate_to(mark, BUSY_SHARE))
+        if packets:
+            self._run_moved = mark
+        elif not busy_s:
+            self._end_run()
 
     def best(self) -> tuple[float | None, bool]:
-        """Bytes per second, None for too few bytes; and whether the link gave no more although it was pressed."""
-        if self._bytes < MIN_BYTES or not self._packets:
+        """Bytes per second, None if nothing can be said; and whether the link gave no more although it was pressed."""
+        self._end_run()
+        whole = self._best_packets_s > 0.0
+        packets_s = self._best_packets_s if whole else self._best_burst_packets_s
+        if packets_s <= 0.0:
             return None, False
-        seconds = self._moved_at_s - self._began_s
-        if seconds < WINDOW_S:
-            return self._bytes / max(seconds, 1e-3), False
-        return self._best_packets_s * self._bytes / self._packets, self._pressed_s >= SURE_S
+        return packets_s * self._bytes / self._packets, whole and self._pressed_s >= SURE_S
+
+    def _end_run(self) -> None:
+        began, moved = self._run_began, self._run_moved
+        carried_bytes = (moved.packets - began.packets) * self._bytes / max(1, self._packets)
+        if self._run and carried_bytes >= MIN_BYTES and moved.at_s - began.at_s < WINDOW_S:
+            self._best_burst_packets_s = max(self._best_burst_packets_s, began.rate_to(moved, BURST_BUSY_SHARE))
+        self._run.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    at_s: float
+    packets: int
+    busy_s: float
+
+    def rate_to(self, later: _Mark, busy_share: float) -> float:
+        """Packets per second between two marks; 0 if there was not enough to carry to say so."""
+        seconds = later.at_s - self.at_s
+        if seconds <= 0.0 or later.busy_s - self.busy_s < busy_share * seconds:
+            return 0.0
+        return (later.packets - self.packets) / seconds
 
 
 @dataclass(slots=True)
@@ -93,6 +137,8 @@ class _Counters:
     acked_packets: int = 0
     received_packets: int = 0
     waiting: bool = False
+    """Something is not sent yet: it is more than the link takes."""
+    in_flight: bool = False
     held_s: float = 0.0
     sending_busy_s: float = 0.0
     receiving_busy_s: float = 0.0
@@ -105,7 +151,9 @@ class _Moved:
     stretch: Stretch
     packets: int
     size: int
+    busy_s: float
     busy: bool
+    """All the time."""
 
 
 class _Watched:
@@ -122,22 +170,24 @@ class _Watched:
         before, seconds = self._before, now_s - self._looked_at_s
         self._before, self._looked_at_s = now, now_s
         waits = before.waiting and now.waiting
-        sending = waits or now.sending_busy_s - before.sending_busy_s >= BUSY_SHARE * seconds
+        sending_s = seconds if waits else now.sending_busy_s - before.sending_busy_s
+        receiving_s = now.receiving_busy_s - before.receiving_busy_s
         held = now.held_s - before.held_s > HELD_SHARE * seconds
-        receiving = now.receiving_busy_s - before.receiving_busy_s >= BUSY_SHARE * seconds
         # Less than before: a lane has gone.
         return (
             _Moved(
                 self.sent,
                 max(0, now.acked_packets - before.acked_packets),
                 max(0, now.acked_bytes - before.acked_bytes),
-                sending and not held,
+                sending_s,
+                sending_s >= PRESSED_SHARE * seconds and not held,
             ),
             _Moved(
                 self.received,
                 max(0, now.received_packets - before.received_packets),
                 max(0, now.received_bytes - before.received_bytes),
-                receiving,
+                receiving_s,
+                receiving_s >= PRESSED_SHARE * seconds,
             ),
         )
 
@@ -175,7 +225,7 @@ class Gauge:
                 counters = _read(link)
                 if counters is None:
                     continue
-                if counters.waiting or link.sending.active or link.receiving.active:
+                if counters.in_flight or link.sending.active or link.receiving.active:
                     moved_at_s = now_s
                 if link not in watched:
                     watched[link] = _Watched(counters, now_s)
@@ -186,7 +236,8 @@ class Gauge:
             _tick(line_sent, ups, now_s)
             _tick(line_received, downs, now_s)
             lanes = sum(link.lanes for link in links)
-            await trio.sleep(max(TICK_S, lanes * TICK_EACH_LANE_S))
+            tick_s = FIRST_TICK_S if now_s - began_s < WINDOW_S else TICK_S
+            await trio.sleep(max(tick_s, lanes * TICK_EACH_LANE_S))
             now_s = trio.current_time()
         if now_s - moved_at_s < QUIET_S:
             self._stirred.set()  # it goes on: the next stretch begins at once
@@ -208,9 +259,15 @@ def _tick(line: Stretch, links: Sequence[_Moved], now_s: float) -> None:
     mean = sum(moved.packets for moved in busy) / max(1, len(busy))
     for moved in links:
         slowest = len(busy) == 1 or moved.packets <= UNFAIR_SHARE * mean
-        moved.stretch.tick(moved.packets, moved.size, now_s, pressed=moved.busy and slowest)
-    packets, size = sum(moved.packets for moved in links), sum(moved.size for moved in links)
-    line.tick(packets, size, now_s, pressed=len(busy) >= max(1, min(2, len(links))))
+        pressed = moved.busy and slowest
+        moved.stretch.tick(moved.packets, moved.size, now_s, busy_s=moved.busy_s, pressed=pressed)
+    line.tick(
+        sum(moved.packets for moved in links),
+        sum(moved.size for moved in links),
+        now_s,
+        busy_s=max((moved.busy_s for moved in links), default=0.0),
+        pressed=len(busy) >= max(1, min(2, len(links))),
+    )
 
 
 def _read(link: Link) -> _Counters | None:
@@ -225,7 +282,8 @@ def _read(link: Link) -> _Counters | None:
         total.received_bytes += info.received_bytes
         total.acked_packets += info.acked_packets
         total.received_packets += info.received_packets
-        total.waiting = total.waiting or info.waiting
+        total.waiting = total.waiting or info.not_sent
+        total.in_flight = total.in_flight or info.in_flight or info.not_sent
         total.held_s += info.held_s / len(sockets)
     return total if sockets else None
 

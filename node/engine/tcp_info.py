@@ -35,8 +35,10 @@ class TcpInfo:
     """That the other end's kernel has confirmed, in any order."""
     received_packets: int
     """With data, in any order."""
-    waiting: bool
-    """Something that was handed over is not confirmed yet."""
+    in_flight: bool
+    """Something is sent and not confirmed yet."""
+    not_sent: bool
+    """Something was handed over that may not be sent yet."""
     held_s: float
     """In which the other end's receive window was full: it did not read, or its buffer is small."""
 
@@ -60,6 +62,7 @@ def tcp_info(connection: Gettable) -> TcpInfo | None:
         received_bytes=received,
         acked_packets=delivered,
         received_packets=arrived,
-        waiting=bool(in_flight or not_sent),
+        in_flight=in_flight > 0,
+        not_sent=not_sent > 0,
         held_s=held_us / 1e6,
     )

@@ -75,7 +75,7 @@ def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def within(rate: float | None, line_bytes_s: float, low: float, high: float = 1.1) -> bool:
+def within(rate: float | None, line_bytes_s: float, low: float, high: float = 1.25) -> bool:
     return rate is not None and low * line_bytes_s <= rate <= high * line_bytes_s
 
 

@@ -15,13 +15,22 @@ TICK_S = 0.05
 PACKET_BYTES = 1000
 
 
-def carry(stretch: Stretch, seconds: float, bytes_s: float, *, since_s: float = 0.0, pressed: bool = True) -> float:
+def carry(
+    stretch: Stretch,
+    seconds: float,
+    bytes_s: float,
+    *,
+    since_s: float = 0.0,
+    pressed: bool = True,
+    busy_share: float = 1.0,
+) -> float:
     """Ticks of a steady flow; when they end."""
     now_s = since_s
     for _ in range(round(seconds / TICK_S)):
         now_s += TICK_S
         packets = round(bytes_s * TICK_S / PACKET_BYTES)
-        stretch.tick(packets, packets * PACKET_BYTES, now_s, pressed=pressed)
+        busy_s = TICK_S * busy_share if bytes_s else 0.0
+        stretch.tick(packets, packets * PACKET_BYTES, now_s, busy_s=busy_s, pressed=pressed)
     return now_s
 
 
@@ -48,7 +57,7 @@ def test_a_loop_that_was_late_makes_nothing_faster() -> None:
     """Bytes of three seconds are seen at one tick: over three seconds."""
     stretch = Stretch(0.0)
     end_s = carry(stretch, 1.0, 1e6)
-    stretch.tick(3000, 3_000_000, end_s + 3.0, pressed=True)
+    stretch.tick(3000, 3_000_000, end_s + 3.0, busy_s=3.0, pressed=True)
     carry(stretch, 1.0, 1e6, since_s=end_s + 3.0)
     rate, _ = stretch.best()
     assert rate == pytest.approx(1e6, rel=0.06)
@@ -59,7 +68,7 @@ def test_bytes_behind_a_lost_packet_make_nothing_faster_when_they_are_confirmed_
     now_s = 0.0
     for tick in range(60):
         now_s += TICK_S
-        stretch.tick(50, 1_000_000 if tick % 20 == 19 else 0, now_s, pressed=True)
+        stretch.tick(50, 1_000_000 if tick % 20 == 19 else 0, now_s, busy_s=TICK_S, pressed=True)
     rate, _ = stretch.best()
     assert rate == pytest.approx(1e6, rel=0.01)
 
@@ -73,10 +82,18 @@ def test_a_short_burst_proves_its_rate_and_no_more() -> None:
     assert not sure
 
 
-def test_a_few_bytes_prove_nothing() -> None:
+def test_a_few_bytes_and_a_long_trickle_prove_nothing() -> None:
     stretch = Stretch(0.0)
-    carry(stretch, 10.0, (MIN_BYTES - 1000) / 10)
+    carry(stretch, 0.5, 1.9 * MIN_BYTES)
     assert stretch.best() == (None, False)
+    stretch = Stretch(0.0)
+    carry(stretch, 30.0, 2e5, busy_share=0.1)
+    assert stretch.best() == (None, False), "six megabytes, and nothing that the link was asked for and did not give"
+    stretch, now_s = Stretch(0.0), 0.0
+    for _ in range(20):
+        now_s = carry(stretch, TICK_S, 2e6, since_s=now_s)
+        now_s = carry(stretch, 9 * TICK_S, 0.0, since_s=now_s)
+    assert stretch.best() == (None, False), "short rounds, one after another"
 
 
 def test_a_flow_that_nothing_pressed_proves_no_limit() -> None:
@@ -93,7 +110,7 @@ def of(*links: tuple[float, bool], seconds: float = 2.0) -> tuple[list[bool], bo
     for _ in range(round(seconds / TICK_S)):
         now_s += TICK_S
         moved = [
-            _Moved(stretch, round(rate * TICK_S / PACKET_BYTES), round(rate * TICK_S), busy)
+            _Moved(stretch, round(rate * TICK_S / PACKET_BYTES), round(rate * TICK_S), TICK_S * busy, busy)
             for stretch, (rate, busy) in zip(stretches, links, strict=True)
         ]
         _tick(line, moved, now_s)
@@ -121,7 +138,7 @@ def test_the_kernel_counts_what_was_confirmed_and_received_not_what_was_written_
             with far:
                 near.sendall(bytes(100_000))
                 with trio.fail_after(10):
-                    while (told := tcp_info(near)) is None or told.waiting:  # noqa: ASYNC110 - the kernel tells nobody
+                    while (told := tcp_info(near)) is None or told.in_flight:  # noqa: ASYNC110 - the kernel tells nobody
                         await trio.sleep(0.01)
                 assert told.acked_bytes in (100_000, 100_001), "the SYN may count"
                 heard = tcp_info(far)
@@ -136,7 +153,7 @@ def test_the_kernel_counts_what_was_confirmed_and_received_not_what_was_written_
                         written += near.send(bytes(1 << 16))
                 full = tcp_info(near)
                 assert full is not None
-                assert full.waiting
+                assert full.not_sent
                 assert full.acked_bytes < 100_000 + written
         assert tcp_info(near) is None
 
