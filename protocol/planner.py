@@ -8,6 +8,7 @@ Shapes: `n` READYs, `s` shards, `p` parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from protocol.planning import MAX_FAN
 from protocol.rules import Rules
 from protocol.shares import (
     LARGEST_SHARE,
+    NoAnswer,
     WholeVector,
     flat_shares,
     latency_of,
@@ -89,17 +91,24 @@ def _kinds(
     draft: Roster, contributing: int, rules: Rules, terrain: Terrain, groups: Sequence[Sequence[int]]
 ) -> dict[Kind, Plan]:
     """The plans to choose from, flat first; more than one root can have below it have groups of another kind."""
-    peers = len(draft.readys)
-    if peers > MAX_FAN + 1 or not (terrain.rated or terrain.apart.any()):
-        plans = {Kind.FLAT: grouping.plan_for(draft, contributing, rules)}
-    else:
-        flat = partial(_flat, draft, contributing, rules, terrain)
-        plans = {Kind.FLAT: grouping.within_limits(draft, contributing, rules, flat)}
-    if peers <= MAX_FAN + 1 and 1 < len(groups) < peers:
+    if len(draft.readys) > MAX_FAN + 1:
+        return {Kind.FLAT: grouping.plan_for(draft, contributing, rules)}
+    plans = {
+        Kind.FLAT: grouping.within_limits(
+            draft, contributing, rules, partial(_flat, draft, contributing, rules, terrain)
+        )
+    }
+    # Of a group with peers that are each alone, a flat plan in which those own nothing moves no more across.
+    if sum(len(group) > 1 for group in groups) > 1 and _worth_it(terrain, rules):
         made = _grouped(draft, contributing, rules, terrain, groups)
         if made is not None:
             plans[Kind.GROUPED] = made
     return plans
+
+
+def _worth_it(terrain: Terrain, rules: Rules) -> bool:
+    slowest = min(float(terrain.up_bytes_s.min()), float(terrain.down_bytes_s.min()))
+    return WholeVector.of(rules).encoded >= WORTH_S * slowest
 
 
 def _places(groups: Groups, draft: Roster) -> list[list[int]]:
@@ -118,10 +127,18 @@ def _predicted(plan: Plan, roster: Roster, contributing: int, rules: Rules, terr
 def predicted_durations(
     plan: Plan, roster: Roster, contributing: int, rules: Rules, terrain: Terrain
 ) -> tuple[float, ...]:
+    """Durations before anything is learned from rounds.
+
+    Rates that are faster than `ASSUMED_RATE_BYTES_S` are believed by half, in the logarithm: they say nothing of lines
+    that nodes share, too short a time costs whole attempts, and too long a one hardly anything, since whoever is silent
+    or gone is given up long before.
+    """
     dealt = planning.deal(roster.base.digest(), rules.part_count, plan)
     transfer_s = None
     if terrain.rated:
-        transfer_s = predicted_transfer(seconds_of(plan, contributing, terrain, rules), dealt)
+        measured_s = predicted_transfer(seconds_of(plan, contributing, terrain, rules), dealt)
+        assumed_s = planning.assumed_transfer(plan, contributing, dealt, rules)
+        transfer_s = max(measured_s, math.sqrt(measured_s * assumed_s))
     return planning.level_durations(
         plan, contributing, dealt, rules, transfer_s=transfer_s, latency_s=terrain.slowest_round_trip_s
     )
@@ -140,25 +157,32 @@ def _flat(draft: Roster, contributing: int, rules: Rules, terrain: Terrain, lead
     peers = len(draft.readys)
     roots = roots_among(contributing & leading or contributing, terrain.apart)
     most = _largest_shares(draft, roots, contributing, rules)
-    if WholeVector.of(rules).encoded < WORTH_S * min(terrain.up_bytes_s.min(), terrain.down_bytes_s.min()):
+    if not terrain.rated or not _worth_it(terrain, rules):
         shares = _alike(roots, peers)
-    elif terrain.rated and np.isfinite(terrain.pair_bytes_s).any() and roots.bit_count() > 1:
+    elif np.isfinite(terrain.pair_bytes_s).any() and roots.bit_count() > 1:
         even = planning.flat_plan(peers, contributing, [roots >> index & 1 for index in range(peers)])
-        of_roots = program_shares(seconds_of(even, contributing, terrain, rules), most[list(bits(roots))])
+        try:
+            of_roots = program_shares(seconds_of(even, contributing, terrain, rules), most[list(bits(roots))])
+        except NoAnswer:
+            of_roots = flat_shares(peers, contributing, most, terrain, rules)[list(bits(roots))]
         shares = np.zeros(peers)
         shares[list(bits(roots))] = of_roots
-    elif terrain.rated:
-        shares = flat_shares(peers, contributing, most, terrain, rules)
     else:
-        shares = _alike(roots, peers)
+        shares = flat_shares(peers, contributing, most, terrain, rules)
     return planning.flat_plan(peers, contributing, whole_shares(shares))
 
 
 def roots_among(candidates: int, apart: npt.NDArray[np.bool_]) -> int:
-    """Bitmap of those to whom all others can send; if there is nobody, of those whom most can."""
-    missing = apart.sum(axis=1)
-    fewest = min(missing[index] for index in bits(candidates))
-    return sum(1 << index for index in bits(candidates) if missing[index] == fewest)
+    """Bitmap of those to whom all others can send; if there is nobody, of those whom most can.
+
+    Whoever is apart from more than half of the others is the trouble itself, and owns nothing; that it is apart from
+    them is held against nobody else.
+    """
+    trouble = apart.sum(axis=1) * 2 > len(apart) - 1
+    missing = apart[:, ~trouble].sum(axis=1)
+    sound = [index for index in bits(candidates) if not trouble[index]]
+    fewest = min((missing[index] for index in sound), default=0)
+    return sum(1 << index for index in sound if missing[index] == fewest) or candidates
 
 
 def _largest_shares(draft: Roster, roots: int, contributing: int, rules: Rules) -> RatesArray:
@@ -207,7 +231,7 @@ def _grouped(
 
     try:
         plan = grouping.within_limits(draft, contributing, rules, make)
-    except NoSuchPlan:
+    except (NoSuchPlan, NoAnswer):
         return None
     return None if planning.over_limits(draft, plan, contributing, rules) else plan
 

@@ -280,11 +280,17 @@ def level_durations(
     """
     load = _load(plan, contributing, tuple(dealt), rules)
     if transfer_s is None:
-        transfer_s = max(max(one.sent, one.received) for one in load.traffic) / ASSUMED_RATE_BYTES_S
+        transfer_s = assumed_transfer(plan, contributing, dealt, rules)
     first = min(max(rules.level_min_s, DURATION_MARGIN * transfer_s + 3 * latency_s), rules.level_max_s)
     step = min(max(rules.level_min_s, 2 * latency_s), rules.level_max_s)
     wanted = (first + level * step for level in range(load.levels + 1))
     return tuple(max(pair) for pair in zip(wanted, least_durations(plan, contributing, dealt, rules), strict=True))
+
+
+def assumed_transfer(plan: Plan, contributing: int, dealt: Sequence[int], rules: Rules) -> float:
+    """Seconds that the busiest READY moves bytes at `ASSUMED_RATE_BYTES_S`."""
+    load = _load(plan, contributing, tuple(dealt), rules)
+    return max(max(one.sent, one.received) for one in load.traffic) / ASSUMED_RATE_BYTES_S
 
 
 def stretched(durations_s: Sequence[float], stretch: float, rules: Rules) -> tuple[float, ...]:

@@ -144,10 +144,14 @@ def _smallest(enough: Callable[[float], bool], least: float) -> float:
 # ---------------------------------------------------------------- any plan
 
 
+class NoAnswer(Exception):
+    """The solver gave up."""
+
+
 def program_shares(seconds: RatesArray, most: RatesArray) -> RatesArray:
     """Shares [s] of any plan's shards. `seconds` [r, s]; `most` [s]: the largest allowed, together at least 1.
 
-    Raises RuntimeError should the solver fail, which no such program gives it cause for.
+    Raises NoAnswer should the solver fail, which no such program gives it cause for.
     """
     resources, shards = seconds.shape
     duty_s = (seconds - seconds.min(axis=1, keepdims=True)).max(axis=0)
@@ -189,7 +193,7 @@ def _solve(
         method="highs",
     )
     if result.x is None:
-        raise RuntimeError(f"the plan's linear program has no answer: {result.message}")
+        raise NoAnswer(f"the plan's linear program has no answer: {result.message}")
     return np.asarray(result.x, np.float64)
 
 

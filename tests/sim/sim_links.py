@@ -34,7 +34,7 @@ class Links:
         self._random = random.Random(seed + 1)
         peers = list(world.nodes)
         self.site = {peer: index % sites for index, peer in enumerate(peers)}
-        self._rates = {peer: 10 ** self._random.uniform(4.5, 6.5) for peer in peers}
+        self._rates = {peer: 10 ** self._random.uniform(3.2, 4.4) for peer in peers}
         self._dialable = {peer: self._random.random() >= hidden or peer == peers[0] for peer in peers}
         self._free_s: dict[tuple[int, bool], float] = {}
         """(site, outwards) → when its line is free."""

@@ -110,6 +110,8 @@ class Node:
         self._wakeup_s = math.inf
         self._trained_s = 0.0
         self._trained_base: Base | None = None
+        self.budget_s: float | None = None
+        """Of training, in every round; None: the weather decides."""
         self.trained_s: dict[int, float] = {}
         """Round → when its budget was done."""
         self.committed_s: dict[int, float] = {}
@@ -377,6 +379,8 @@ class Node:
         machine = self.machine
         if machine is None or (self._trained_base == self.state.base and self.state.base.digest() in self.outbox):
             remaining_s = 0.0
+        elif self.budget_s is not None:
+            remaining_s = self.budget_s
         else:
             remaining_s = self.world.random.uniform(*self.world.weather.training_s)
         self._trained_base = self.state.base

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from sim_model import make_rules
+from sim_node import Node
 from sim_profiles import peer_names
 from sim_weather import Weather
 from sim_world import World
 
 from protocol import chain
+from protocol.budgets import budget_steps
 from protocol.candidates import roots_of
+from protocol.clusters import Groups
 from protocol.events import ExchangeEnded, ReportsChanged
 from protocol.links import Report, Reports
 from protocol.messages import Commit
@@ -88,6 +92,55 @@ def test_two_sites_with_a_line_each_end_on_plans_over_sites() -> None:
             assert node.machine.group == mine
     for commit in world.nodes["PeerA"].committed:
         assert commit.roster.message.attempt == 0
+
+
+def test_a_peer_that_moves_is_regrouped_within_three_rounds() -> None:
+    """Round trips with 30 % of jitter all the time; then F's way to the others changes for good."""
+    world = World(
+        seed=4, rules=make_rules(peer_names(6)), weather=Weather(delay_s=(0.0, 0.0), apply_s=(0.0, 0.0), sites=2)
+    )
+    world.start()
+    run_to(world, 20)
+    groups = {node.peer: grouping_of(node) for node in world.up()}
+    assert set(groups.values()) == {(("PeerA", "PeerC", "PeerE"), ("PeerB", "PeerD", "PeerF"))}
+    assert world.links is not None
+    world.links.site["PeerF"] = world.links.site["PeerA"]
+    # What is in the records by then is what the next three rounds are planned with.
+    for node in world.up():
+        node.feed(ReportsChanged(reports=world.links.reports()))
+    run_to(world, world.furthest() + 3)
+    for node in world.up():
+        assert grouping_of(node) == (("PeerA", "PeerC", "PeerE", "PeerF"), ("PeerB", "PeerD"))
+
+
+def grouping_of(node: Node) -> Groups:
+    assert node.machine is not None
+    return node.machine.standing.grouping.groups
+
+
+@pytest.mark.parametrize(("bounds", "least", "most"), [((40, 40), 0.35, 0.45), ((4, 160), 0.0, 0.03)])
+def test_how_much_of_their_time_unequal_peers_wait_for_each_other(
+    bounds: tuple[int, int], least: float, most: float
+) -> None:
+    """Speeds of 1:2:4 steps/s: with the same budget for all, and with budgets that follow the speeds."""
+    speeds = {"PeerA": 1.0, "PeerB": 2.0, "PeerC": 4.0}
+    world = World(seed=5, rules=make_rules(speeds), weather=STILL)
+    for peer, speed in speeds.items():
+        others = [value for other, value in speeds.items() if other != peer]
+        steps = budget_steps(40, speed, others, least=bounds[0], most=bounds[1])
+        world.nodes[peer].budget_s = steps / speed
+        world.nodes[peer].start()
+    world.run(2000.0, stop=lambda: world.together(8))
+    assert world.together(8)
+    idle_s = whole_s = 0.0
+    for node in world.up():
+        for round_ in range(1, 8):
+            began_s, ended_s = node.committed_s[round_ - 1], node.committed_s[round_]
+            idle_s += ended_s - node.trained_s[round_]
+            whole_s += ended_s - began_s
+    assert least <= idle_s / whole_s <= most
+    for commit in world.nodes["PeerA"].committed[1:]:
+        assert chain.counted_bits(commit.headers) == 0b111
 
 
 def plan_of(commit: Commit) -> Plan:

@@ -6,10 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import trio
+import trio.testing
 from roster_samples import ready, roster
 
-from node.daemon.link_reports import reports_of
-from node.daemon.membership import LinkSummary, MembershipRecord, link_key
+from node.daemon.identity import Identity
+from node.daemon.link_reports import A_PEER_S, AT_MOST_EVERY_S, keep_reports, reports_of
+from node.daemon.membership import LinkSummary, Membership, MembershipRecord, link_key
+from protocol.events import ReportsChanged
 from protocol.links import Link, Report, Terrain, failing, terrain_of
 from protocol.planning import ASSUMED_RATE_BYTES_S, FASTEST_RATE_BYTES_S
 
@@ -123,3 +127,29 @@ def test_records_become_reports() -> None:
     assert reports[one] == Report(links={two: Link(round_trip_s=0.05)}, dialable=False)
     ambiguous = reports_of({peer: record(peer, links={link_key(two): LinkSummary(0.05)}) for peer in (one, two, other)})
     assert ambiguous[one].links == {}, "an end that two peers share says nothing"
+
+
+def test_the_machine_is_told_at_once_and_then_no_more_often_than_a_plan_needs() -> None:
+    me = Identity.generate()
+
+    async def main() -> None:
+        membership = Membership(peer_id=me.peer_id, keyring=me, version="1", incarnation=b"i")
+        membership.publish(run=b"r" * 32)
+        told: list[tuple[float, float | None]] = []
+
+        def post(event: ReportsChanged) -> None:
+            told.append((trio.current_time() - began_s, event.reports[me.peer_id].up_bytes_s))
+
+        began_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_reports, membership, post)
+            for second in range(10):
+                await trio.sleep(1)
+                membership.publish(up_bytes_s=float(second + 1))
+            await trio.sleep(60)
+            nursery.cancel_scope.cancel()
+        every_s = AT_MOST_EVERY_S + A_PEER_S
+        assert [at_s for at_s, _ in told] == pytest.approx([0.0, every_s, 2 * every_s])
+        assert [rate for _, rate in told] == [None, 5.0, 10.0], "the newest of each time, the last one not forgotten"
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from protocol.links import Link, Report, Reports
 from protocol.messages import Roster
 from protocol.plan import Plan
 from protocol.planner import Outlook, Planned, make_plan, predicted_transfer
-from protocol.planning import bytes_of, check_plan, deal, flat_plan, level_durations
+from protocol.planning import ASSUMED_RATE_BYTES_S, bytes_of, check_plan, deal, flat_plan, level_durations
 from protocol.rules import Rules
 from protocol.shares import flat_shares, program_shares, seconds_of, whole_shares
 from protocol.weights import bits
@@ -166,6 +167,15 @@ def test_edges_that_failed_are_avoided() -> None:
     assert len(planned(made, Outlook()).plan.shards) == 4, "one voice is not enough"
 
 
+def test_who_came_back_from_the_dead_is_the_trouble_and_not_those_who_missed_it() -> None:
+    """All but the newcomer name the third of five: it owns nothing, and the newcomer not everything."""
+    made = draft(5)
+    named = {name(index): {name(2)} for index in (0, 1, 3)}
+    assert [shard.root for shard in planned(made, Outlook(nils=named)).plan.shards] == [0, 1, 3, 4]
+    halves = {name(one): {name(other) for other in range(4) if (one < 2) != (other < 2)} for one in range(4)}
+    assert len(planned(draft(4), Outlook(nils=halves)).plan.shards) == 4, "two halves that meet again"
+
+
 def test_byte_limits_bound_a_share_instead_of_ending_it() -> None:
     rates = [(2.5e7, 2.5e7)] * 4
     made = draft(4, upload_limit_bytes=int(1.2 * WHOLE))
@@ -195,7 +205,8 @@ def test_durations_follow_measured_rates() -> None:
     fast = planned(made, Outlook(reports=rated([(1e8, 1e8)] * 4)))
     assert slow.plan == fast.plan
     assert slow.durations_s[0] == pytest.approx(2 * 1.5 * WHOLE / 1e6, rel=0.02)
-    assert fast.durations_s[0] == LARGE.level_min_s
+    believed_s = 1.5 * WHOLE / math.sqrt(1e8 * ASSUMED_RATE_BYTES_S)
+    assert fast.durations_s[0] == pytest.approx(2 * believed_s, rel=0.02), "by half: nodes may share a line"
     far = {name(index): Report(links={name(0): Link(round_trip_s=2.0)}) for index in range(4)}
     patient = planned(made, Outlook(reports=far)).durations_s
     unmeasured = planned(made, Outlook()).durations_s

@@ -158,6 +158,14 @@ def test_where_lines_are_the_nodes_own_flat_stays() -> None:
     assert [later - before for before, later in pairwise(gaps)][:2] == [TRIAL_AFTER, 2 * TRIAL_AFTER]
 
 
+def test_one_group_and_peers_that_are_each_alone_are_no_sites() -> None:
+    draft = roster([replace(ready(), tokens=((400, 100),))] * 6, None)
+    names = [name for group in GROUPS for name in group]
+    for groups in ((tuple(names[:5]),), (tuple(names[:4]), (names[4],), (names[5],)), (tuple(names),), ()):
+        outlook = Outlook(reports=reports(), groups=groups, experience=Experience(gain=1.0))
+        assert kind_of(make_plan(draft, ALL, LARGE, outlook).plan) is Kind.FLAT
+
+
 def test_when_the_line_changes_the_plan_follows() -> None:
     experience = Experience()
     play(experience, {Kind.FLAT: 6.0, Kind.GROUPED: 3.0}, 20)
