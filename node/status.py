@@ -40,6 +40,8 @@ class HistoryRound(msgspec.Struct, frozen=True, kw_only=True):
     """Hex; of the state that the round led to."""
     lineage: str = ""
     """Hex; that committed it."""
+    plan: str = ""
+    """How bytes went: `flat`, or `grouped` by sites (`group` says with whom); empty: the round had no parts."""
     leader: str = ""
     """Peer id whose roster it was: the coordinator of the attempt that was decided."""
     loss: float | None = None

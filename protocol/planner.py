@@ -40,6 +40,8 @@ from protocol.shares import (
 from protocol.sites import NoSuchPlan, in_groups, rest_alone, site_plan
 from protocol.weights import bits
 
+ATTEMPTS_A_KIND = 2
+"""After so many attempts of a round that came to nothing the other kind of plan gets as many."""
 WORTH_S = 0.025
 """Where the slowest line carries the whole vector in less, shares follow no rates: an exchange is a matter of round
 trips and disks then, and what was measured of the memory of a busy machine would leave some of its nodes no shard."""
@@ -79,6 +81,8 @@ def make_plan(draft: Roster, contributing: int, rules: Rules, outlook: Outlook =
     if len(plans) > 1:
         predicted_s = {kind: _predicted(plan, draft, contributing, rules, terrain) for kind, plan in plans.items()}
         kind = outlook.experience.choose(predicted_s, draft.base.round, may_try=draft.attempt == 0)
+        if draft.attempt // ATTEMPTS_A_KIND % 2:
+            kind = kind.other
     plan = plans[kind]
     return Planned(plan=plan, durations_s=predicted_durations(plan, draft, contributing, rules, terrain))
 

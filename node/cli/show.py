@@ -62,6 +62,15 @@ def status_view(status: Status, *, addresses: bool = True) -> RenderableType:
     return Group(*parts)
 
 
+def _site(status: Status) -> str:
+    """With whom this node is in one site, where the newest plan had sites."""
+    if not status.history or status.history[-1].plan != "grouped":
+        return ""
+    names = {member.peer_id: member.name for member in status.member_list}
+    others = [names.get(peer) or f"…{peer[-8:]}" for peer in status.group if peer != status.peer_id]
+    return f"   in one site with {', '.join(others)}" if others else "   in a site of its own"
+
+
 def _facts(status: Status, addresses: Iterable[str]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=len("lost lineage"))  # alike with and without that row
@@ -69,7 +78,7 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
     final = f" of {status.final_round}" if status.final_round else ""
     table.add_row("run", f"{status.run_name or '-'}  {short(status.run_id)}")
     table.add_row("round", f"{status.round}{final}   state {short(status.state_hash)}")
-    table.add_row("members", f"{status.members} alive")
+    table.add_row("members", f"{status.members} alive{_site(status)}")
     table.add_row("line", _line(status))
     losses = number(status.loss)
     if status.validation_loss is not None:

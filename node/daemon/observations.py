@@ -15,6 +15,7 @@ from protocol.chain import ChainState
 from protocol.events import Verdict
 from protocol.messages import Commit
 from protocol.names import PeerId
+from protocol.planner import kind_of
 from protocol.planning import contributing_of
 from protocol.rules import Rules
 from protocol.weights import tokens_of
@@ -160,6 +161,7 @@ class Observations:
             exchange_s=max(0.0, last_part - roster),
             commit_s=max(0.0, now - last_part),
         )
+        plan = commit.roster.message.plan
         line = HistoryRound(
             round=before.base.round,
             seconds=self.last_round.seconds,
@@ -167,6 +169,7 @@ class Observations:
             excluded=excluded,
             state_hash=after.base.state_hash.hex(),
             lineage=before.base.lineage.hex(),
+            plan="" if plan is None else kind_of(plan).value,
             leader=commit.roster.sender,
             loss=self.round_loss,
             bytes_sent=self.bytes_sent,

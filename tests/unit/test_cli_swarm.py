@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -157,6 +158,16 @@ def test_what_people_see(swarm: LocalSwarm) -> None:
 PEER = "12D3KooWSxPZtoku4kBoyVp2HYjKENqtr7n1PSqcVjCxseU6GLVU"
 STATE = "0123456789ab" + "0" * 52
 FACTS = ("run", "round", "members", "line", "loss", "tokens", "work here", "trainer", "memory", "disk", "peer id")
+
+
+def test_a_site_is_shown_by_name_where_the_plan_had_sites() -> None:
+    status = status_of(3, "s2")
+    assert "site" not in rendered(show.status_view(status))
+    grouped = (*status.history[:-1], round_of(2, "s2", plan="grouped"))
+    together = msgspec.structs.replace(status, history=grouped, group=("12D3KooWa", "12D3KooWb"))
+    assert "2 alive   in one site with garage" in rendered(show.status_view(together))
+    alone = msgspec.structs.replace(together, group=("12D3KooWa",))
+    assert "in a site of its own" in rendered(show.status_view(alone))
 
 
 def test_peers_are_shown_whole_on_a_terminal_of_80_columns() -> None:

@@ -10,12 +10,21 @@ import numpy as np
 import pytest
 from roster_samples import ready, roster, rules
 
+from protocol.experience import Experience
 from protocol.grouping import plan_for
 from protocol.links import Link, Report, Reports
 from protocol.messages import Roster
 from protocol.plan import Plan
 from protocol.planner import Outlook, Planned, make_plan, predicted_transfer
-from protocol.planning import ASSUMED_RATE_BYTES_S, bytes_of, check_plan, deal, flat_plan, level_durations
+from protocol.planning import (
+    ASSUMED_RATE_BYTES_S,
+    bytes_of,
+    check_plan,
+    contributing_of,
+    deal,
+    flat_plan,
+    level_durations,
+)
 from protocol.rules import Rules
 from protocol.shares import flat_shares, program_shares, seconds_of, whole_shares
 from protocol.weights import bits
@@ -228,3 +237,70 @@ def test_the_prediction_is_what_the_bytes_take() -> None:
     seconds = seconds_of(plan, 0b111, Outlook(reports=rated(rates)).terrain(made), LARGE)
     dealt = deal(made.base.digest(), LARGE.part_count, plan)
     assert predicted_transfer(seconds, dealt) == pytest.approx(slowest_s(plan, 0b111, rates, made), rel=1e-3)
+
+
+def any_outlook(draw: random.Random, peers: int) -> Outlook:
+    """Reports as peers of all kinds could sign them, lies among them."""
+
+    def some(low: float, high: float, chance: float) -> float | None:
+        return 10 ** draw.uniform(low, high) if draw.random() < chance else None
+
+    names = [name(index) for index in range(peers)]
+    chance = draw.random()
+    reports = {
+        one: Report(
+            up_bytes_s=some(-3, 15, chance),
+            down_bytes_s=some(-3, 15, chance),
+            dialable=draw.choice((None, True, False)),
+            links={
+                other: Link(
+                    round_trip_s=some(-4, 3, chance),
+                    sent_bytes_s=some(0, 10, chance),
+                    received_bytes_s=some(0, 10, chance),
+                )
+                for other in [*names, "stranger", one]
+                if draw.random() < chance
+            },
+        )
+        for one in names
+        if draw.random() < chance
+    }
+    left = list(names)
+    draw.shuffle(left)
+    groups = []
+    while left and draw.random() < 0.8:
+        size = draw.randint(1, len(left))
+        groups.append(tuple(sorted(left[:size])))
+        left = left[size:]
+    return Outlook(
+        reports=reports,
+        groups=tuple(sorted(groups)),
+        experience=Experience(gain=draw.choice((None, -1.0, 1.0))),
+        nils={one: {draw.choice(names)} for one in names if draw.random() < 0.1},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_reported_a_plan_passes_the_predicate(seed: int) -> None:
+    draw = random.Random(seed)
+    small = rules(elements=40 * 65_536, part_elements=65_536)
+    for _ in range(4):
+        peers = draw.choice((1, 2, 3, 5, 8, 13, 40, 65, 70))
+        names = [name(index) for index in range(peers)]
+        readys = [
+            ready(
+                draw.choice((0, 1, 100)),
+                upload_limit_bytes=draw.choice((0, 0, 0, 1, 4_000_000)),
+                download_limit_bytes=draw.choice((0, 0, 0, 6_000_000)),
+                failed_edges=tuple(draw.sample(names, min(peers, draw.randint(0, 3)))),
+            )
+            for _ in range(peers)
+        ]
+        # One without limits, at least: where all are limited there may be no plan that passes.
+        readys[-1] = ready()
+        readys = [replace(one, tokens=((40, 100),) if one.contributes else ()) for one in readys]
+        made = replace(roster(readys, None), attempt=draw.randrange(4))
+        contributing = contributing_of(made, small)
+        answer = make_plan(made, contributing, small, any_outlook(draw, peers))
+        assert check_plan(replace(made, plan=answer.plan, durations_s=answer.durations_s), small) is None

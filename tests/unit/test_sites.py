@@ -188,6 +188,13 @@ def test_a_kind_whose_rounds_fail_is_not_tried_at_once_again() -> None:
     assert experience.choose(predicted, TRIAL_AFTER + 1, may_try=True) is Kind.GROUPED
 
 
+def test_a_round_whose_attempts_fail_is_tried_with_the_other_kind() -> None:
+    draft = roster([replace(ready(), tokens=((400, 100),))] * 6, None)
+    outlook = Outlook(reports=reports(), groups=GROUPS, experience=Experience(gain=1.0))
+    kinds = [kind_of(make_plan(replace(draft, attempt=attempt), ALL, LARGE, outlook).plan) for attempt in range(6)]
+    assert kinds == [Kind.GROUPED] * 2 + [Kind.FLAT] * 2 + [Kind.GROUPED] * 2
+
+
 def test_only_neighbours_are_compared_and_nothing_hopeless_is_tried() -> None:
     experience = Experience()
     experience.learn(Kind.FLAT, 0, 9.0)
