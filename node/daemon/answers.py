@@ -68,10 +68,11 @@ class Answers:
         return token
 
     async def _call(self, network: Network, peer: str, payload: bytes) -> bytes:
-        """The engine dials where the peer's own record says, no more often than it allows itself."""
-        if peer not in network.peers or peer not in network.membership.records:
-            raise AtollError("only a peer of the run, with a membership record, is dialled on its wish")
+        """The engine dials the address that the peer's connection leads to, no more often than it allows itself."""
+        link = network.peers.get(peer)
+        if link is None or link.is_spliced or peer not in network.membership.records:
+            raise AtollError("only a peer of the run that is connected directly is dialled on its wish")
         if len(payload) != rpc.TOKEN_BYTES:
             raise AtollError(f"a wish to be dialled has a token of {rpc.TOKEN_BYTES} bytes, not {len(payload)}")
-        await ask_engine(self.engine, lambda engine: engine.call(peer_id=peer, token=payload))
+        await ask_engine(self.engine, lambda engine: engine.call(peer_id=peer, token=payload, host=link.remote_host))
         return b""

@@ -161,8 +161,8 @@ class EngineClient:
     async def dial_token(self, *, peer_id: str, token: bytes | None) -> api.Done:
         return await self._ask(api.DialToken(id=0, peer_id=peer_id, token=token), api.Done)
 
-    async def call(self, *, peer_id: str, token: bytes) -> api.Done:
-        return await self._ask(api.Call(id=0, peer_id=peer_id, token=token), api.Done)
+    async def call(self, *, peer_id: str, token: bytes, host: str) -> api.Done:
+        return await self._ask(api.Call(id=0, peer_id=peer_id, token=token, host=host), api.Done)
 
     async def call_answered(self, *, peer_id: str, failure: str) -> api.Done:
         return await self._ask(api.CallAnswered(id=0, peer_id=peer_id, failure=failure), api.Done)

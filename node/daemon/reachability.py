@@ -191,6 +191,8 @@ class Reachability:
         try:
             payload = await self._owner.request(peer, rpc.DIAL_BACK, rpc.encode(request), timeout_s=ANSWER_S)
             answer = rpc.decode(payload, DialBackAnswer)
+            if not _is_ip(answer.host):
+                raise StrangerError(f"a dial-back to {answer.host[:60]!r}, which is no IP address")
             if await self._speaks_of_me(answer.host):
                 host = answer.host
                 control, data = _why_not(answer.control.values()), _why_not(answer.data.values())
@@ -199,8 +201,16 @@ class Reachability:
         now_s = trio.current_time()
         self._control.say(peer, now_s, local=local, host=host, why=control)
         self._data.say(peer, now_s, local=local, host=host, why=data)
-        if control == "" and not local:
+        if control == "" and not local and self._is_told_by_enough(host):
             self._owner.found_address(host)
+
+    def _is_told_by_enough(self, host: str) -> bool:
+        """Whether two peers dialled this node at `host`, or the only one there is: a single one of many could have it
+        send the others to somebody else's door.
+        """
+        told = sum(word.host == host and word.yes is True for word in self._control.by_peer.values())
+        direct = sum(not link.is_spliced for link in self._owner.peers.values())
+        return self.seen_at == host and told >= min(2, direct)
 
     async def _speaks_of_me(self, host: str) -> bool:
         """Whether the address that a peer dialled is one that this node tells others, if its operator chose them."""

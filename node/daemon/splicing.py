@@ -25,6 +25,7 @@ from node.daemon.link import Link
 from node.daemon.membership import Membership, link_key
 from node.daemon.streams import RequestFailed
 from node.engine import api
+from node.engine.dialling import at_host
 from node.engine.handshake import HandshakeFailed
 from node.engine.splice import dial_through
 from node.errors import AtollError, StrangerError
@@ -142,12 +143,21 @@ class Splicing:
 
     async def _splice(self, volunteer: PeerId, peer: PeerId, kind: str, lanes: int) -> api.Splice:
         """Raises `RequestFailed`."""
-        record = self._owner.membership.records.get(volunteer)
-        if record is None:
+        addresses = self._addresses(volunteer)
+        if not addresses:
             raise RequestFailed("it has left")
         request = rpc.encode(SpliceRequest(peer=peer, kind=kind, lanes=lanes))
         ticket = await self._owner.request(volunteer, rpc.SPLICE, request, timeout_s=ASK_S)
-        return api.Splice(addresses=record.data_addresses, ticket=ticket, lanes=lanes)
+        return api.Splice(addresses=addresses, ticket=ticket, lanes=lanes)
+
+    def _addresses(self, volunteer: PeerId) -> tuple[str, ...]:
+        """Of its engine, at the very host that its control connection leads to: whoever offers to join this node with
+        another does not choose whose door it knocks at.
+        """
+        record, link = self._owner.membership.records.get(volunteer), self._owner.peers.get(volunteer)
+        if record is None or link is None or link.is_spliced:
+            return ()
+        return at_host(link.remote_host, record.data_addresses)
 
     def _failed(self, volunteer: PeerId, peer: PeerId, error: Exception) -> str:
         now_s = trio.current_time()
@@ -179,14 +189,14 @@ class Splicing:
     async def offered(self, volunteer: PeerId, payload: bytes) -> bytes:
         """The request `rpc.SPLICE_OFFER`: a peer of the run waits for this node at the volunteer."""
         offer = rpc.decode(payload, SpliceOffer)
-        record = self._owner.membership.records.get(volunteer)
-        if volunteer not in self._owner.peers or record is None or not record.data_addresses:
-            raise AtollError("only a peer of the run, with a data address in its record, joins others")
+        addresses = self._addresses(volunteer)
+        if not addresses:
+            raise AtollError("only a peer of the run, connected directly and with a data address, joins others")
         if offer.peer not in self._owner.membership.records or offer.peer == self._owner.peer_id:
             raise AtollError(f"{offer.peer[:60]} is no other peer that this node knows")
         if not self._offers.take(volunteer):
             raise AtollError("too many offers; ask again later")
-        splice = api.Splice(addresses=record.data_addresses, ticket=offer.ticket, lanes=_lanes(offer.kind, offer.lanes))
+        splice = api.Splice(addresses=addresses, ticket=offer.ticket, lanes=_lanes(offer.kind, offer.lanes))
         if offer.kind == DATA:
             await ask_engine(self.engine, lambda engine: engine.accept_splice(peer_id=offer.peer, splice=splice))
         elif offer.peer in self._owner.peers:

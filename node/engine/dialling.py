@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -100,6 +100,12 @@ class Wants:
     """Have the peer dial this node."""
     splice: Callable[[str], Awaitable[None]]
     """Have a volunteer join this node with the peer."""
+
+
+def at_host(host: str, addresses: Sequence[str]) -> tuple[str, ...]:
+    """The ports of `addresses` (`host:port`) at `host` alone, two at most: for what is dialled on a peer's wish."""
+    ports = dict.fromkeys(address.rpartition(":")[2] for address in addresses)
+    return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports)[:2]
 
 
 class Dialler:
@@ -205,7 +211,7 @@ class Dialler:
                         why = str(error)
                 if peer_id not in self._links and peer.addresses:
                     try:
-                        await self._dial(contact, attempts)
+                        await self._dial(contact, peer.addresses, attempts)
                     except HandshakeFailed as error:
                         why = str(error)
                         # It may be dialling us at this moment.
@@ -234,8 +240,8 @@ class Dialler:
             return ""
         return "it was asked to dial, and did not arrive" if failure is not None else "it was not asked to dial in time"
 
-    def call(self, peer_id: str, token: bytes) -> None:
-        """A peer that cannot dial this node wants to be dialled, and takes `token`."""
+    def call(self, peer_id: str, token: bytes, host: str) -> None:
+        """A peer that cannot dial this node wants to be dialled at `host`, and takes `token`."""
         contact = self.contacts.get(peer_id)
         if contact is None or not contact.peer.addresses or peer_id in self._links:
             return
@@ -247,17 +253,18 @@ class Dialler:
             self._dropped.count("a wish to be dialled that came too soon after another", peer_id)
             return
         contact.called_at_s = now_s
-        self._nursery.start_soon(self._follow_call, contact, token, both_ask)
+        addresses = at_host(host, contact.peer.addresses)
+        self._nursery.start_soon(self._follow_call, contact, addresses, token, both_ask)
 
-    async def _follow_call(self, contact: Contact, token: bytes, both_ask: bool) -> None:
+    async def _follow_call(self, contact: Contact, addresses: Sequence[str], token: bytes, both_ask: bool) -> None:
         """`both_ask`: this node waits to be dialled by that very peer, and holds the lock meanwhile."""
         try:
             if both_ask:
-                await self._dial(contact, 1, token)
+                await self._dial(contact, addresses, 1, token)
                 return
             async with contact.dialling:
                 if contact.peer.peer_id not in self._links:
-                    await self._dial(contact, 1, token)
+                    await self._dial(contact, addresses, 1, token)
         except HandshakeFailed as error:
             self._dropped.count(f"a peer that asked to be dialled cannot be: {error}", contact.peer.peer_id)
 
@@ -329,7 +336,9 @@ class Dialler:
         if authenticated is not None:
             self._add_lane(*authenticated)
 
-    async def _dial(self, contact: Contact, attempts: int, token: bytes | None = None) -> None:
+    async def _dial(
+        self, contact: Contact, addresses: Sequence[str], attempts: int, token: bytes | None = None
+    ) -> None:
         """`token`: of a peer that gave one unasked."""
         if token is None:
             token = await self._token(contact)
@@ -337,7 +346,7 @@ class Dialler:
         for attempt in range(attempts):
             if attempt:
                 await trio.sleep(RETRY_DELAY_S * 2**attempt)
-            for address in contact.peer.addresses:
+            for address in addresses:
                 if contact.arrived.is_set():
                     return
                 try:

@@ -158,7 +158,7 @@ class Engine:
             case api.DialToken():
                 self._switchboard.dialler.answer_token(request.peer_id, request.token)
             case api.Call():
-                self._switchboard.dialler.call(request.peer_id, request.token)
+                self._switchboard.dialler.call(request.peer_id, request.token, request.host)
             case api.CallAnswered():
                 self._switchboard.dialler.answer_call(request.peer_id, request.failure)
             case api.AcceptSplice():

@@ -209,7 +209,7 @@ class LabEngine:
         self.lab.calls.append((self.peer_id, peer_id))
         try:
             await client.accept_token(peer_id=peer_id, token=token, expires_s=20)
-            await self.lab.by_id[peer_id].ask.call(peer_id=self.peer_id, token=token)
+            await self.lab.by_id[peer_id].ask.call(peer_id=self.peer_id, token=token, host="127.0.0.1")
             await client.call_answered(peer_id=peer_id, failure="")
         except trio.BrokenResourceError:
             return

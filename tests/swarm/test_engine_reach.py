@@ -205,9 +205,7 @@ def test_a_pair_without_a_volunteer_is_told_why(tmp_path: Path) -> None:
 
 
 def test_a_peer_has_another_dial_it_only_so_often(tmp_path: Path) -> None:
-    """A wish to be dialled names no address, but the record of who wishes does: it is no way to knock at a third one's
-    door.
-    """
+    """What is dialled is the host that its control connection leads to, at a port of its record."""
 
     async def main() -> None:
         with trio.fail_after(60), trap() as victim:
@@ -215,9 +213,9 @@ def test_a_peer_has_another_dial_it_only_so_often(tmp_path: Path) -> None:
                 engine, hostile = swarm.engines
                 hostile.seen_port = victim.getsockname()[1]
                 await swarm.introduce()
+                await engine.ask.call(peer_id="12D3KooWNobody", token=bytes(32), host="127.0.0.1")
                 for _ in range(100):
-                    await engine.ask.call(peer_id=hostile.peer_id, token=bytes(32))
-                await engine.ask.call(peer_id="12D3KooWNobody", token=bytes(32))
+                    await engine.ask.call(peer_id=hostile.peer_id, token=bytes(32), host="127.0.0.1")
                 met = trio.socket.from_stdlib_socket(victim)
                 with trio.fail_after(5):
                     caller, _ = await met.accept()

@@ -14,7 +14,9 @@ from node.daemon import rpc
 from node.daemon.addresses import Address
 from node.daemon.dial_back import ALLOWED_AT_ONCE, DialBackAnswer, DialBackRequest, DialBacks
 from node.daemon.host import DialError
-from node.daemon.reachability import AGAIN_S, RENEWED_S, Words, closed_ports
+from node.daemon.identity import Identity
+from node.daemon.membership import Membership
+from node.daemon.reachability import AGAIN_S, RENEWED_S, Reachability, Words, closed_ports
 from node.errors import AtollError
 
 
@@ -197,5 +199,101 @@ def test_only_so_many_dials_go_on_at_once() -> None:
                 nursery.start_soon(ask)
         assert len(refused) == 4
         assert "under way here" in refused[0]
+
+    in_virtual_time(main)
+
+
+# ------------------------------------------------------------ asking
+
+
+class Network:
+    """What `Reachability` asks of it, with peers that answer as `answers` says."""
+
+    relay_bytes_s = 1e6
+    operator_announces: tuple[Address, ...] = ()
+    announced: tuple[Address, ...] = (LISTEN,)
+    listening: tuple[Address, ...] = (LISTEN,)
+
+    def __init__(self, answers: dict[str, DialBackAnswer]) -> None:
+        identity = Identity.generate()
+        self.peer_id = identity.peer_id
+        self.membership = Membership(peer_id=identity.peer_id, keyring=identity, version="0.1.0", incarnation=b"i")
+        self.membership.publish(run=bytes(32), certificate_sha256=bytes(32), data_addresses=("192.0.2.5:4002",))
+        self.splicing: Any = SimpleNamespace(through={}, failures={})
+        self.answers = answers
+        self.peers: dict[str, Any] = {
+            peer: SimpleNamespace(peer_id=peer, remote_host=f"203.0.113.{number}", is_spliced=False, dialled=True)
+            for number, peer in enumerate(answers)
+        }
+        self.found: list[str] = []
+        self.asked = 0
+
+    def links_changed(self) -> trio.Event:
+        return trio.Event()
+
+    def found_address(self, host: str) -> None:
+        self.found.append(host)
+
+    async def request(self, peer: str, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        await trio.lowlevel.checkpoint()
+        self.asked += 1
+        return rpc.encode(self.answers[peer])
+
+    async def ask(self) -> Reachability:
+        """For three rounds of questions."""
+        reachability = Reachability(self)
+        with trio.move_on_after(3.5 * AGAIN_S):
+            await reachability.run()
+        return reachability
+
+
+def answer(why: str, *, data: str | None = None, host: str = "198.51.100.9") -> DialBackAnswer:
+    return DialBackAnswer(host=host, control={4001: why}, data={4002: why if data is None else data})
+
+
+def test_who_is_reachable_is_asked_about_once_and_volunteers() -> None:
+    async def main() -> None:
+        network = Network({"a": answer(""), "b": answer(""), "c": answer(""), "d": answer("")})
+        reachability = await network.ask()
+        mine = network.membership.mine
+        assert (mine.reachable, mine.data_reachable, mine.relays) == (True, True, True)
+        assert mine.seen_at == "198.51.100.9"
+        assert not reachability.advice()
+        assert network.asked == 3
+        assert "198.51.100.9" in network.found
+
+    in_virtual_time(main)
+
+
+def test_who_is_not_reachable_is_told_what_to_do() -> None:
+    async def main() -> None:
+        network = Network({"a": answer("no answer", data=""), "b": answer("no answer", data="")})
+        reachability = await network.ask()
+        mine = network.membership.mine
+        assert (mine.reachable, mine.data_reachable) == (False, True)
+        assert "forward TCP port 4001 of the router at 198.51.100.9" in reachability.advice()
+        assert reachability.status().advice == reachability.advice()
+        assert not network.found
+
+    in_virtual_time(main)
+
+
+def test_what_a_liar_says_spoils_no_record() -> None:
+    """Its record would be malformed, or send others to somebody else's door."""
+
+    async def main() -> None:
+        network = Network({
+            "honest": answer(""),
+            "other": answer(""),
+            "liar": answer("", host="not an address"),
+        })  # fmt: skip
+        await network.ask()
+        assert network.membership.mine.seen_at == "198.51.100.9"
+        network = Network({"a": answer(""), "b": answer(""), "liar": answer("", host="192.0.2.66")})
+        await network.ask()
+        assert set(network.found) == {"198.51.100.9"}
+        network = Network({"liar": answer("", host="192.0.2.66"), "slow": DialBackAnswer(host="", control={}, data={})})
+        await network.ask()
+        assert not network.found
 
     in_virtual_time(main)

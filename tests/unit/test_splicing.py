@@ -50,7 +50,7 @@ class Network:
         links = {} if far_s is None else {link_key(OTHER): LinkSummary(far_s)}
         values = {"relays": True, "data_addresses": ("203.0.113.5:1",), "links": links} | record
         self.membership.records[peer] = SimpleNamespace(**values)
-        self.peers[peer] = SimpleNamespace(is_spliced=False, round_trip_s=near_s)
+        self.peers[peer] = SimpleNamespace(is_spliced=False, round_trip_s=near_s, remote_host="198.51.100.7")
         return peer
 
     async def request(self, peer: str, method: str, payload: bytes, *, timeout_s: float) -> bytes:
@@ -83,7 +83,7 @@ def test_the_nearest_way_is_taken_first_then_the_next() -> None:
         }
         splice = await Splicing(network).data_splice(OTHER)
         assert [peer for peer, _ in network.asked] == [near, far, unknown]
-        assert (splice.ticket, splice.lanes, splice.addresses) == (b"ticket", DATA_LANES, ("203.0.113.5:1",))
+        assert (splice.ticket, splice.lanes, splice.addresses) == (b"ticket", DATA_LANES, ("198.51.100.7:1",))
 
     in_virtual_time(main)
 

@@ -55,11 +55,14 @@ class DialToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A peer that cannot dial this node asks to be dialled, and takes `token`. → Done."""
+    """A peer that this node can dial, and not the other way round, asks to be dialled. → Done."""
 
     id: int
     peer_id: str
     token: bytes
+    """That the peer takes."""
+    host: str
+    """The IP address of the peer's control connection: nothing else is dialled on its wish."""
 
 
 class CallAnswered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
