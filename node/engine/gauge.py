@@ -33,8 +33,10 @@ QUIET_S = 0.5
 """Without traffic: the stretch is over."""
 LONGEST_S = 30.0
 """Then a stretch is told of, and the next one begins."""
-MIN_BYTES = 1 << 18
-"""Less says more of latency than of a rate."""
+MIN_WINDOW_BYTES = 1 << 14
+"""A few packets, even of the slowest line."""
+MIN_BURST_BYTES = 1 << 18
+"""Of what is over before a window is: less says more of latency than of a rate."""
 SURE_S = 1.0
 """Seconds in which a direction was pressed for all that it gives."""
 BUSY_SHARE = 0.5
@@ -100,16 +102,16 @@ class Stretch:
     def best(self) -> tuple[float | None, bool]:
         """Bytes per second, None if nothing can be said; and whether the link gave no more although it was pressed."""
         self._end_run()
-        whole = self._best_packets_s > 0.0
-        packets_s = self._best_packets_s if whole else self._best_burst_packets_s
-        if packets_s <= 0.0:
-            return None, False
-        return packets_s * self._bytes / self._packets, whole and self._pressed_s >= SURE_S
+        packet_bytes = self._bytes / max(1, self._packets)
+        whole, burst = self._best_packets_s * packet_bytes, self._best_burst_packets_s * packet_bytes
+        if whole * WINDOW_S >= MIN_WINDOW_BYTES and whole >= burst:
+            return whole, self._pressed_s >= SURE_S
+        return burst or None, False
 
     def _end_run(self) -> None:
         began, moved = self._run_began, self._run_moved
         carried_bytes = (moved.packets - began.packets) * self._bytes / max(1, self._packets)
-        if self._run and carried_bytes >= MIN_BYTES and moved.at_s - began.at_s < WINDOW_S:
+        if self._run and carried_bytes >= MIN_BURST_BYTES and moved.at_s - began.at_s < WINDOW_S:
             self._best_burst_packets_s = max(self._best_burst_packets_s, began.rate_to(moved, BURST_BUSY_SHARE))
         self._run.clear()
 

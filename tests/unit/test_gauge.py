@@ -8,7 +8,7 @@ import socket
 import pytest
 import trio
 
-from node.engine.gauge import MIN_BYTES, WINDOW_S, Stretch, _Moved, _tick
+from node.engine.gauge import MIN_BURST_BYTES, WINDOW_S, Stretch, _Moved, _tick
 from node.engine.tcp_info import tcp_info
 
 TICK_S = 0.05
@@ -82,9 +82,15 @@ def test_a_short_burst_proves_its_rate_and_no_more() -> None:
     assert not sure
 
 
+def test_a_slow_line_that_is_asked_for_more_is_known() -> None:
+    stretch = Stretch(0.0)
+    carry(stretch, 4.0, 2e4)
+    assert stretch.best() == (pytest.approx(2e4, rel=0.01), True)
+
+
 def test_a_few_bytes_and_a_long_trickle_prove_nothing() -> None:
     stretch = Stretch(0.0)
-    carry(stretch, 0.5, 1.9 * MIN_BYTES)
+    carry(stretch, 0.5, 1.9 * MIN_BURST_BYTES)
     assert stretch.best() == (None, False)
     stretch = Stretch(0.0)
     carry(stretch, 30.0, 2e5, busy_share=0.1)
