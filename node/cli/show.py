@@ -110,9 +110,10 @@ def _facts(status: Status, addresses: Iterable[str]) -> Table:
     if status.reach.control is not None or status.reach.data is not None:
         table.add_row("reachable", status.reach.advice or "yes")
     if status.reach.through or status.reach.not_joined:
-        joined = f"{len(status.reach.through)} peers through volunteers"
-        lost = "".join(f"; not …{peer[-8:]}: {why}" for peer, why in sorted(status.reach.not_joined.items()))
-        table.add_row("joined with", joined + lost)
+        count = len(status.reach.through)
+        joined = f"lead to {count} peer{'s' if count != 1 else ''}"
+        lost = "".join(f"; not to {peer[-8:]}: {why}" for peer, why in sorted(status.reach.not_joined.items()))
+        table.add_row("volunteers", joined + lost)
     if status.reach.relayed_bytes:
         table.add_row(
             "relaying",

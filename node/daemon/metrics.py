@@ -89,6 +89,15 @@ class _Collector(Collector):
         yield CounterMetricFamily(
             "atoll_audit_received_bytes", "Received for audits.", value=status.audits.bytes_received
         )
+        reachable = GaugeMetricFamily("atoll_reachable", "Whether peers can dial it: 1 or 0.", labels=["port"])
+        for port, yes in (("control", status.reach.control), ("data", status.reach.data)):
+            if yes is not None:
+                reachable.add_metric([port], float(yes))
+        yield reachable
+        yield CounterMetricFamily(
+            "atoll_relayed_bytes", "Passed on for pairs that cannot dial each other.", value=status.reach.relayed_bytes
+        )
+        yield GaugeMetricFamily("atoll_relayed_pairs", "Such pairs now.", value=status.reach.relayed_pairs)
         yield GaugeMetricFamily("atoll_caught_peers", "Peers left out for good by evidence.", value=len(status.caught))
         problems = CounterMetricFamily("atoll_problems", "What went wrong and was dealt with.", labels=["reason"])
         for reason, count in status.problems.items():

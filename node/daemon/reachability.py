@@ -263,7 +263,11 @@ class Reachability:
             seen_at=mine.seen_at or None,
             advice=self.advice(),
             through={peer: volunteer for peer, volunteer in splicing.through.items() if peer in spliced},
-            not_joined={peer: why for peer, why in splicing.failures.items() if peer not in peers},
+            not_joined={
+                peer: why
+                for peer, why in splicing.failures.items()
+                if peer not in peers and peer in self._owner.membership.records
+            },
         )
 
     def advice(self) -> str:

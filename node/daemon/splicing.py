@@ -43,6 +43,8 @@ UNKNOWN_ROUND_TRIP_S = 2.0
 """Between a volunteer and the other side, where the volunteer's record says nothing of it."""
 NEAR_S = 0.01
 """Volunteers whose ways differ by less are equally near: then a lot decides, so that pairs spread over them."""
+MAX_SAID_CHARACTERS = 200
+"""Of a volunteer's reason, in `status`."""
 MAX_AT_ONCE = 16
 ASKED_AT_ONCE, ASKED_PER_S = 16.0, 0.5
 """Of one peer. A pair needs two splices, and again when a volunteer dies."""
@@ -112,7 +114,7 @@ class Splicing:
 
         async def join(volunteer: PeerId, splice: api.Splice) -> Link:
             tcp = await _dial(splice)
-            self.through[peer] = volunteer
+            self._joined_by(volunteer, peer)
             return await self._owner.connect_over(peer, tcp)
 
         failures = []
@@ -138,7 +140,8 @@ class Splicing:
 
     def _nobody(self, peer: PeerId, failures: Sequence[str]) -> SpliceFailed:
         why = "; ".join(failures) or "none of this node's peers volunteers"
-        self.failures[peer] = why
+        records = self._owner.membership.records
+        self.failures = {one: said for one, said in self.failures.items() if one in records} | {peer: why}
         return SpliceFailed(f"neither can dial the other, and no volunteer joins this node with {peer}: {why}")
 
     async def _splice(self, volunteer: PeerId, peer: PeerId, kind: str, lanes: int) -> api.Splice:
@@ -164,7 +167,7 @@ class Splicing:
         self._set_aside = {key: until_s for key, until_s in self._set_aside.items() if until_s > now_s}
         self._set_aside[volunteer, peer] = now_s + SET_ASIDE_S
         _log.debug("a volunteer does not join this node with a peer", volunteer=volunteer, peer=peer, why=str(error))
-        return f"…{volunteer[-8:]}: {error}"
+        return f"{volunteer[-8:]} says {str(error)[:MAX_SAID_CHARACTERS]}"
 
     def _volunteers(self, peer: PeerId) -> list[PeerId]:
         """Whom to ask: the nearest first, by the measured round trips of the whole way."""
@@ -216,8 +219,12 @@ class Splicing:
             return
         finally:
             self._meeting -= 1
-        self.through[peer] = volunteer
+        self._joined_by(volunteer, peer)
         await self._owner.welcome_over(tcp)
+
+    def _joined_by(self, volunteer: PeerId, peer: PeerId) -> None:
+        records = self._owner.membership.records
+        self.through = {one: by for one, by in self.through.items() if one in records} | {peer: volunteer}
 
     # ------------------------------------------------------------ as a volunteer
 

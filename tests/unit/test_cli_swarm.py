@@ -14,7 +14,16 @@ from rich.console import Console
 from node.cli import show
 from node.cli.local_swarm import LocalSwarm, SwarmFailed
 from node.cli.swarm import SwarmReport, collect_rounds, report_view, summarise, swarm_table
-from node.status import HistoryRound, LastRound, LostLineage, MemberStatus, Status, TrainerStatus, WorkStatus
+from node.status import (
+    HistoryRound,
+    LastRound,
+    LostLineage,
+    MemberStatus,
+    ReachStatus,
+    Status,
+    TrainerStatus,
+    WorkStatus,
+)
 
 ELEMENTS = 1000
 
@@ -158,6 +167,22 @@ def test_what_people_see(swarm: LocalSwarm) -> None:
 PEER = "12D3KooWSxPZtoku4kBoyVp2HYjKENqtr7n1PSqcVjCxseU6GLVU"
 STATE = "0123456789ab" + "0" * 52
 FACTS = ("run", "round", "members", "line", "loss", "tokens", "work here", "trainer", "memory", "disk", "peer id")
+
+
+def test_what_can_be_done_for_a_node_that_nobody_can_dial_is_shown_and_what_it_costs_others() -> None:
+    status = status_of(3, "s2")
+    assert "reachable" not in rendered(show.status_view(status)), "nobody has tried yet"
+    advice = "peers cannot dial this node: forward TCP ports 4001 and 4002 of the router at 203.0.113.7 to this machine"
+    reach = ReachStatus(
+        control=False, data=False, advice=advice, through={"12D3KooWb": "12D3KooWc"}, not_joined={PEER: "it is full"}
+    )
+    text = rendered(show.status_view(msgspec.structs.replace(status, reach=reach)))
+    assert " ".join(advice.split()) in " ".join(text.split())
+    assert f"lead to 1 peer; not to {PEER[-8:]}: it is full" in " ".join(text.split())
+    reach = ReachStatus(control=True, data=True, relayed_pairs=2, relayed_bytes=3 << 30)
+    text = rendered(show.status_view(msgspec.structs.replace(status, reach=reach)))
+    assert "reachable     yes" in text
+    assert "for 2 pairs now; 3.0 GiB so far" in text
 
 
 def test_a_site_is_shown_by_name_where_the_plan_had_sites() -> None:
