@@ -85,7 +85,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--codecs", default="int8,fp16", help="each engine takes those that it has (default: int8,fp16)"
     )
-    parser.add_argument("--plans", default="flat", help="of our engine: flat, grouped (default: flat)")
+    parser.add_argument(
+        "--plans",
+        default="flat",
+        help="of our engine: flat, weighted (by rates), grouped (by the lab's sites) (default: flat)",
+    )
     parser.add_argument("--repetitions", type=int, default=5, help="rounds that are counted (default: 5)")
     parser.add_argument("--part-elements", type=int, default=65_536, help="values of a part (default: 65,536)")
     parser.add_argument("--rate", type=float, metavar="MBIT_S", help="of every host's line, instead of the lab's")

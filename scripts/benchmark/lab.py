@@ -133,8 +133,8 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # ---------------------------------------------------------------- what it allows
 
     @property
-    def longest_round_trip_s(self) -> float:
-        """Of any pair."""
+    def round_trips_s(self) -> dict[frozenset[str], float]:
+        """Of each pair."""
         trips: dict[frozenset[str], float] = {}
         for index, a in enumerate(self.hosts):
             for b in self.hosts[index + 1 :]:
@@ -144,7 +144,12 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for link in self.links:
             if link.round_trip_ms is not None:
                 trips[frozenset(link.between)] = link.round_trip_ms
-        return max(trips.values()) / 1e3
+        return {pair: trip_ms / 1e3 for pair, trip_ms in trips.items()}
+
+    @property
+    def longest_round_trip_s(self) -> float:
+        """Of any pair."""
+        return max(self.round_trips_s.values())
 
     def limit_s(self, traffic: BytesMatrix) -> float:
         """The least time in which `traffic` can cross: its busiest line at full rate, and `ROUND_TRIPS` round trips."""

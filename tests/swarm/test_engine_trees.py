@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from protocol.grouping import grouped_plan
 from protocol.names import digest
 from protocol.plan import Plan, Shard
 from protocol.planning import Tree, deal
+from protocol.sites import site_plan
 from protocol.state_hash import state_hash
 from tests import reference
 from tests.swarm.engine_lab import Round, Sizes, lab
@@ -23,6 +25,15 @@ PEERS = 7
 EVERYONE = (1 << PEERS) - 1
 GROUPED = grouped_plan([f"peer{index}" for index in range(PEERS)], EVERYONE, 64, digest(b"a draw"))
 """Three groups of two or three: a root has a head of each other group below it."""
+SITES = site_plan(
+    [[0, 3, 5], [1, 2], [4], [6]],
+    EVERYONE,
+    EVERYONE,
+    np.arange(PEERS, dtype=np.float64),
+    np.zeros((PEERS, PEERS), np.bool_),
+)
+"""As a coordinator plans over sites of its peers, with shares that follow their lines."""
+WEIGHTED = Plan(shards=tuple(replace(shard, share=1 + 7 * shard.root) for shard in SITES.shards))
 DEEP = Plan(
     shards=(
         # 0 ← 1, 2; 2 ← 3, 4; 4 ← 5, 6
@@ -65,7 +76,9 @@ def expected(
     return theta, momentum
 
 
-@pytest.mark.parametrize(("plan", "codec"), [(GROUPED, "int8"), (DEEP, "fp16")], ids=["grouped", "three-levels"])
+@pytest.mark.parametrize(
+    ("plan", "codec"), [(GROUPED, "int8"), (WEIGHTED, "int8"), (DEEP, "fp16")], ids=["grouped", "sites", "three-levels"]
+)
 def test_rounds_over_trees_are_those_of_the_reference(tmp_path: Path, plan: Plan, codec: str) -> None:
     async def main() -> None:
         sizes = Sizes(codec=codec, elements=64 * 1024 - 256)

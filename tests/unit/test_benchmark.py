@@ -71,12 +71,24 @@ def test_a_flat_plan_takes_three_bytes_a_value_through_a_site() -> None:
     assert sites.busiest_s(moved) == pytest.approx(3 * (1 + 4 / 256) * 1e6 / 12.5e6, rel=1e-3)
 
 
-def test_a_grouped_plan_moves_partial_sums_between_groups() -> None:
-    """Six hosts in three groups of two: each tree has two heads, whose sums go up in the sum codec."""
+def test_a_grouped_plan_takes_half_of_that() -> None:
+    """Two sites of three: each tree has two leaves and a head below its root, whose partial sum and result cross."""
     sites = lab.load("two-sites")
     moved = bytes_to_move("atoll", "int8", "grouped", sites, 1_000_000)
     leaf, summed = (1 + 4 / 256) * 1e6, (2 + 1 / 256) * 1e6
-    assert moved.sum() == pytest.approx(5 * leaf + 3 * leaf + 2 * summed, rel=1e-3)
+    assert sites.busiest_s(moved) == pytest.approx((leaf + summed) / 2 / 12.5e6, rel=0.01)
+    assert moved.sum() == pytest.approx(4 * leaf + summed + 5 * leaf, rel=1e-3)
+    flat = sites.busiest_s(bytes_to_move("atoll", "int8", "flat", sites, 1_000_000))
+    assert sites.busiest_s(moved) / flat < 0.505
+    with pytest.raises(OperatorError, match="'wide-200' has no two sites"):
+        plan_of("grouped", lab.load("wide-200"))
+
+
+def test_a_weighted_plan_is_done_when_the_slow_uplink_has_sent_its_own() -> None:
+    slow = lab.load("slow-uplink")
+    moved = bytes_to_move("atoll", "int8", "weighted", slow, 1_000_000)
+    assert slow.busiest_s(moved) == pytest.approx((1 + 4 / 256) * 1e6 / 2.5e6, rel=1e-3)
+    assert plan_of("weighted", lab.load("wide-200")) == plan_of("flat", lab.load("wide-200"))
 
 
 def test_the_slowest_line_is_the_limit() -> None:
