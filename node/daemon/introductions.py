@@ -268,7 +268,8 @@ class Introductions:
                 self._nursery.start_soon(_warn, old)
                 return Refused(
                     "identity",
-                    f"Another machine, at {old.remote_host}, already takes part as {peer_id}: {_ONE_KEY_ONE_NODE}",
+                    f"Another machine, at {old.remote_host or 'a volunteer'}, already takes part as {peer_id}: "
+                    f"{_ONE_KEY_ONE_NODE}",
                 )
             old.close("it was restarted")
             return None

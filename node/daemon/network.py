@@ -367,6 +367,7 @@ class Network:
     async def live(self, link: Link, hello: Hello, addresses: Sequence[Address]) -> None:
         """The whole life of a link that was just put among `links`."""
         self.tell(PeerConnected(peer=link.peer_id))
+        self.reachability.was_seen(link, hello.observed_host)
         self._change_links()
         try:
             if self._leaving:

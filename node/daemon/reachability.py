@@ -125,6 +125,8 @@ class Reachability:
         self._data = Words()
         self._networks = local_networks()
         self._asked_for: DialBackRequest | None = None
+        self._seen: dict[PeerId, tuple[str, bool]] = {}
+        """Peer → where it saw this node come from, and whether it is on one of this node's networks."""
         self._looked_at: dict[str, float] = {}
         """Origin of peers that were asked to dial this node → until when they may."""
         self._elsewhere = ""
@@ -133,6 +135,13 @@ class Reachability:
     def look_at_networks(self) -> None:
         """A laptop changes networks."""
         self._networks = local_networks()
+
+    def was_seen(self, link: Link, host: str) -> None:
+        """A peer said in its hello where this node's connection comes from."""
+        if _is_ip(host) and not link.is_spliced:
+            self._seen[link.peer_id] = host, self._is_local(link.remote_host)
+            while len(self._seen) > MAX_VERDICTS:
+                del self._seen[next(iter(self._seen))]
 
     # ------------------------------------------------------------ asking
 
@@ -250,8 +259,9 @@ class Reachability:
     @property
     def seen_at(self) -> str:
         """Where most peers, of those from elsewhere if there are any, see this node; empty: nobody has said."""
-        words = [word for word in self._control.by_peer.values() if word.host]
-        hosts = [word.host for word in words if not word.local] or [word.host for word in words]
+        words = [(word.host, word.local) for word in self._control.by_peer.values() if word.host]
+        words = words or list(self._seen.values())
+        hosts = [host for host, local in words if not local] or [host for host, _ in words]
         return max(sorted(set(hosts)), key=hosts.count, default="")
 
     def status(self) -> ReachStatus:

@@ -40,11 +40,15 @@ _META_IIFNAME = 6
 _TABLE = "home"
 
 
+class RouterError(WanError):
+    """This kernel makes no routers: one sentence."""
+
+
 @contextlib.contextmanager
 def behind_router(host: Host, *, forwards: bool = False) -> Iterator[Host]:
     """One machine behind `host`, which becomes a router. `forwards`: all that dials the router is led to the machine.
 
-    Raises `WanError`.
+    Raises `RouterError`.
     """
     inside = subprocess.Popen(
         [
@@ -84,7 +88,7 @@ def behind_router(host: Host, *, forwards: bool = False) -> Iterator[Host]:
 def _run(*command: str, environment: dict[str, str] | None = None) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, env=environment, check=False)
     if done.returncode != 0:
-        raise WanError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+        raise RouterError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
 
 
 # ---------------------------------------------------------------- nf_tables (linux/netfilter/nf_tables.h)

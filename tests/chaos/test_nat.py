@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.wanlab.router import HOME_NETWORK, behind_router
+from scripts.wanlab.router import HOME_NETWORK, RouterError, behind_router
 from scripts.wanlab.wan import Host, Wan, unavailable
 from tests.chaos.lab import LARGER
 from tests.swarm.daemons import PATIENCE, ROUND_S, Daemon, assert_agreed, daemons, wait_all, wait_counted
@@ -31,7 +31,10 @@ def places(
     """Hosts that all can dial; machines behind routers; those routers."""
     with Wan(reachable + homes) as wan, contextlib.ExitStack() as stack:
         routers = list(wan.hosts[reachable:])
-        behind = [stack.enter_context(behind_router(router, forwards=forwards)) for router in routers]
+        try:
+            behind = [stack.enter_context(behind_router(router, forwards=forwards)) for router in routers]
+        except RouterError as error:
+            pytest.skip(f"this kernel makes no routers: {error}")
         yield list(wan.hosts[:reachable]), behind, routers
 
 

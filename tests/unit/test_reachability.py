@@ -297,3 +297,23 @@ def test_what_a_liar_says_spoils_no_record() -> None:
         assert not network.found
 
     in_virtual_time(main)
+
+
+def test_until_somebody_dials_hellos_say_where_this_node_comes_from() -> None:
+    network = Network({})
+    reachability = Reachability(network)
+
+    def hello(peer: str, remote_host: str, host: str) -> None:
+        link: Any = SimpleNamespace(peer_id=peer, remote_host=remote_host, is_spliced=not remote_host)
+        reachability.was_seen(link, host)
+
+    hello("neighbour", "127.0.0.1", "127.0.0.1")
+    assert reachability.seen_at == "127.0.0.1"
+    hello("liar", "203.0.113.8", "not an address")
+    hello("spliced", "", "203.0.113.9")
+    assert reachability.seen_at == "127.0.0.1"
+    hello("far", "203.0.113.8", "198.51.100.9")
+    assert reachability.seen_at == "198.51.100.9"
+    for number in range(1000):
+        hello(str(number), "203.0.113.8", "198.51.100.9")
+    assert len(reachability._seen) <= 64
