@@ -480,11 +480,20 @@ class Round:
         )
 
 
-class Proxy:
-    """Forwards TCP to an engine, and can break every connection at once while both ends live."""
+SMALL_BUFFER_BYTES = 32 * 1024
+CHUNK_BYTES = 8 * 1024
+"""Less than a frame: what a real line brings does not stop where frames do."""
 
-    def __init__(self) -> None:
+
+class Proxy:
+    """Forwards TCP to an engine, and can break every connection at once while both ends live.
+
+    `lane_bytes_s`: how fast each connection goes, either way, with small buffers on the way; None: as it can.
+    """
+
+    def __init__(self, lane_bytes_s: float | None = None) -> None:
         self.port = 0
+        self._lane_bytes_s = lane_bytes_s
         self.target_port = 0
         self.forwarded_bytes = 0
         self.connections = 0
@@ -493,6 +502,7 @@ class Proxy:
 
     async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self._shrink(listeners[0].socket)
         self.port = listeners[0].socket.getsockname()[1]
         await trio.serve_listeners(self._forward, listeners, task_status=task_status)
 
@@ -508,7 +518,10 @@ class Proxy:
 
     async def _forward(self, near: trio.SocketStream) -> None:
         self.connections += 1
-        far = await trio.open_tcp_stream("127.0.0.1", self.target_port)
+        far_socket = trio.socket.socket()
+        self._shrink(far_socket)
+        await far_socket.connect(("127.0.0.1", self.target_port))
+        far = trio.SocketStream(far_socket)
         self._streams += [near, far]
         async with near, far, trio.open_nursery() as nursery:
             nursery.start_soon(self._pump, near, far)
@@ -517,9 +530,17 @@ class Proxy:
     def saw(self, data: bytes) -> None:
         """Called with all that passes."""
 
+    def _shrink(self, one: trio.socket.SocketType) -> None:
+        """Before it is connected; what is accepted has the listener's buffers."""
+        if self._lane_bytes_s is not None:
+            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                one.setsockopt(socket.SOL_SOCKET, option, SMALL_BUFFER_BYTES)
+
     async def _pump(self, source: trio.SocketStream, sink: trio.SocketStream) -> None:
         try:
-            async for data in source:
+            while data := await source.receive_some(None if self._lane_bytes_s is None else CHUNK_BYTES):
+                if self._lane_bytes_s is not None:
+                    await trio.sleep(len(data) / self._lane_bytes_s)
                 self.saw(data)
                 await sink.send_all(data)
                 self.forwarded_bytes += len(data)
