@@ -103,6 +103,11 @@ class Grouping:
         self._challenger: Groups = ()
         self._wins = 0
 
+    @property
+    def has_sites(self) -> bool:
+        """Whether plans over them may be made (`protocol.planner`)."""
+        return sum(len(group) > 1 for group in self.groups) > 1
+
     def update(self, members: Sequence[PeerId], reports: Reports) -> None:
         """Once a round. `members`: who may be in rosters."""
         if not reports or not 2 < len(members) <= GROUPED_MOST:

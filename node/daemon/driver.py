@@ -409,9 +409,9 @@ class Driver:
             state=line.state_hash[:16],
         )
         self._on_commit(commit, applied)
-        if self.machine.standing.grouping.groups and not self._solver_is_there:
+        if self.machine.standing.grouping.has_sites and not self._solver_is_there:
             self._solver_is_there = True
-            self._nursery.start_soon(trio.to_thread.run_sync, warm_up)
+            self._nursery.start_soon(self._get_solver)
         self._snapshot_done = trio.Event()
         self._nursery.start_soon(self._after_commit, commit, after.base.round)
         await self._training.begin(after, counted=done.answer.counted, hard_reset=counted_before)
@@ -421,6 +421,10 @@ class Driver:
         if enough and not self._leaving:
             self._leaving = True
             self._nursery.start_soon(self._leave)
+
+    async def _get_solver(self) -> None:
+        """What a plan over sites takes, before the first one is to be made."""
+        await trio.to_thread.run_sync(warm_up, abandon_on_cancel=True)  # type: ignore[call-arg]  # older stubs
 
     async def _leave(self) -> None:
         """This node has done its rounds: the others shall not wait for it."""
