@@ -75,11 +75,10 @@ class Planned:
 def make_plan(draft: Roster, contributing: int, rules: Rules, outlook: Outlook = NOTHING_KNOWN) -> Planned:
     """The plan of a roster that has none yet. `contributing`: bitmap of its READYs with a slot, not empty."""
     terrain = outlook.terrain(draft)
-
     plans = _kinds(draft, contributing, rules, terrain, _places(outlook.groups, draft))
     kind = Kind.FLAT
     if len(plans) > 1:
-        predicted_s = {kind: _predicted(plan, draft, contributing, rules, terrain) for kind, plan in plans.items()}
+        predicted_s = {one: _predicted(plan, draft, contributing, rules, terrain) for one, plan in plans.items()}
         kind = outlook.experience.choose(predicted_s, draft.base.round, may_try=draft.attempt == 0)
         if draft.attempt // ATTEMPTS_A_KIND % 2:
             kind = kind.other
@@ -182,11 +181,16 @@ def roots_among(candidates: int, apart: npt.NDArray[np.bool_]) -> int:
     Whoever is apart from more than half of the others is the trouble itself, and owns nothing; that it is apart from
     them is held against nobody else.
     """
-    trouble = apart.sum(axis=1) * 2 > len(apart) - 1
+    trouble = _trouble(apart)
     missing = apart[:, ~trouble].sum(axis=1)
     sound = [index for index in bits(candidates) if not trouble[index]]
     fewest = min((missing[index] for index in sound), default=0)
     return sum(1 << index for index in sound if missing[index] == fewest) or candidates
+
+
+def _trouble(apart: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """[n] Who is apart from more than half of the others."""
+    return np.asarray(apart.sum(axis=1) * 2 > len(apart) - 1)
 
 
 def _largest_shares(draft: Roster, roots: int, contributing: int, rules: Rules) -> RatesArray:
@@ -218,9 +222,12 @@ def _grouped(
 ) -> Plan | None:
     """A plan over sites, within everybody's byte limits; None if there is none in which a byte goes by a head."""
     speed = np.minimum(terrain.up_bytes_s, terrain.down_bytes_s)
+    trouble = _trouble(terrain.apart)
+    apart = terrain.apart & ~trouble[:, None] & ~trouble[None, :]
+    sound = sum(1 << index for index in np.flatnonzero(~trouble).tolist())
 
     def make(leading: int) -> Plan:
-        even = site_plan(groups, contributing, leading, speed, terrain.apart)
+        even = site_plan(groups, contributing, leading & sound, speed, apart)
         if not in_groups(even):
             raise NoSuchPlan
         if not terrain.rated:

@@ -195,6 +195,15 @@ def test_a_round_whose_attempts_fail_is_tried_with_the_other_kind() -> None:
     assert kinds == [Kind.GROUPED] * 2 + [Kind.FLAT] * 2 + [Kind.GROUPED] * 2
 
 
+def test_who_came_back_from_the_dead_has_no_duties_and_sites_stay() -> None:
+    draft = roster([replace(ready(), tokens=((400, 100),))] * 6, None)
+    nils = {name: {"peer002"} for site in GROUPS for name in site if name != "peer002"}
+    outlook = Outlook(reports=reports(), groups=GROUPS, experience=Experience(gain=1.0), nils=nils)
+    plan = make_plan(draft, ALL, LARGE, outlook).plan
+    assert kind_of(plan) is Kind.GROUPED
+    assert 2 not in {parent for shard in plan.shards for parent in (*shard.parents, shard.root)}
+
+
 def test_only_neighbours_are_compared_and_nothing_hopeless_is_tried() -> None:
     experience = Experience()
     experience.learn(Kind.FLAT, 0, 9.0)
