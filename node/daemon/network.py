@@ -19,7 +19,7 @@ import trio
 from libp2p.tools.anyio_service import background_trio_service
 
 from node.daemon import rpc
-from node.daemon.addresses import Address, announced, parse_host_port, parse_own_address, parse_peer_address
+from node.daemon.addresses import Address, parse_host_port, parse_own_address, parse_peer_address
 from node.daemon.dial_back import DialBacks
 from node.daemon.discovery import Discovery, describe_errors
 from node.daemon.gossip import TABLE_METHOD, Gossip
@@ -37,6 +37,7 @@ from node.daemon.introductions import (
 from node.daemon.link import Link
 from node.daemon.link_table import LinkTable
 from node.daemon.membership import Membership
+from node.daemon.own_addresses import OwnAddresses
 from node.daemon.reachability import Reachability
 from node.daemon.remembered import RememberedPeers
 from node.daemon.splicing import Splicing
@@ -58,7 +59,6 @@ __all__ = [
 ]
 
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
-MAX_ANNOUNCED = 16
 ADDRESS_INTERVAL_S = 30.0
 MAX_EVENTS = 256
 GOODBYE_S = 2.0
@@ -161,13 +161,7 @@ class Network:
         )
         self.link_table = LinkTable(identity.peer_id)
         self.gossip = Gossip(self, self.introductions.reputation)
-        self._announce = tuple(announce)
-        self._listening: list[Address] = []
-        self._found_hosts: dict[str, None] = {}
-        """Where this node is reached although none of its interfaces has that address: peers have dialled it."""
-        self._data_port: int | None = None
-        self._data_announced = tuple(announce_data)
-        self._announced: list[Address] = list(announce)
+        self.own_addresses = OwnAddresses(announce=announce, announce_data=announce_data)
         self.relay_bytes_s = relay_bytes_s
         """What this node passes on for pairs that cannot dial each other."""
         self.reachability = Reachability(self)
@@ -187,7 +181,7 @@ class Network:
     ) -> None:
         self._host = host
         self._nursery = nursery
-        self._listening = host.listening()
+        self.own_addresses.listening = host.listening()
         host.swarm.admission.may_look = self.reachability.is_looked_at_from
         self._refresh_announced()
         self.discovery = Discovery(owner=self, host=host, bootstrap=bootstrap, remembered=remembered)
@@ -207,38 +201,22 @@ class Network:
     @property
     def announced(self) -> Sequence[Address]:
         """Where this node tells peers to dial it."""
-        return self._announced
+        return self.own_addresses.control
 
     @property
     def addresses(self) -> list[str]:
         """Full multiaddrs of this node, to give to others."""
-        return [str(address.of(self.peer_id)) for address in self._announced]
+        return [str(address.of(self.peer_id)) for address in self.announced]
 
     @property
     def data_host(self) -> str:
         """Where the engine's data listener shall listen."""
-        return self._listening[0].host
-
-    @property
-    def operator_announces(self) -> Sequence[Address]:
-        """What `--announce` says; empty: addresses are found."""
-        return self._announce
-
-    @property
-    def listening(self) -> Sequence[Address]:
-        return self._listening
+        return self.own_addresses.listening[0].host
 
     def publish_engine(self, port: int, certificate_sha256: bytes) -> None:
         """An engine listens on `port`: peers are told where, now and whenever the addresses change."""
-        self._data_port = port
-        self.membership.publish(data_addresses=self._data_addresses(), certificate_sha256=certificate_sha256)
-
-    def _data_addresses(self) -> tuple[str, ...]:
-        if self._data_port is None:
-            return ()
-        port = self._data_port
-        found = self._data_announced or (Address(one.kind, one.host, port).host_port for one in self._announced)
-        return tuple(dict.fromkeys(found))[:MAX_ANNOUNCED]
+        self.own_addresses.engine_listens(port)
+        self.membership.publish(data_addresses=self.own_addresses.data, certificate_sha256=certificate_sha256)
 
     def offered_run(self) -> Digest | None:
         """The run of whoever is connected: what a node with only an address joins."""
@@ -251,7 +229,7 @@ class Network:
         if self.run_id is not None:
             raise ValueError(f"this node is already in run {self.run_id.hex()}")
         self.run_id = run_id
-        self.membership.publish(run=run_id, addresses=tuple(one.endpoint for one in self._announced))
+        self.membership.publish(run=run_id, addresses=tuple(one.endpoint for one in self.announced))
         for link in list(self.links.values()):
             if link.run in (b"", run_id):
                 link.send_run(run_id)
@@ -419,10 +397,9 @@ class Network:
     # ------------------------------------------------------------ addresses
 
     def found_address(self, host: str) -> None:
-        """A peer dialled this node at `host`, from which it sees it come: a router leads there."""
-        if not self._announce and len(self._found_hosts) < MAX_ANNOUNCED:
-            self._found_hosts.setdefault(host)
-            self._refresh_announced()
+        """Peers dialled this node at `host`, from which they see it come."""
+        self.own_addresses.found(host)
+        self._refresh_announced()
 
     async def _dial_back(self, address: Address) -> None:
         await self._host.swarm.probe(address)
@@ -435,18 +412,9 @@ class Network:
             self._refresh_announced()
 
     def _refresh_announced(self) -> None:
-        found = announced(self._listening, self._announce)
-        everywhere = [one for one in self._listening if one.ip is not None and one.ip.is_unspecified]
-        for host in self._found_hosts:
-            for one in everywhere:
-                outside = Address("ip6" if ":" in host else "ip4", host, one.port)
-                if outside.kind == one.kind and outside not in found:
-                    found.append(outside)
-        if found != self._announced:
-            self._announced = found[:MAX_ANNOUNCED]
-            self.membership.publish(
-                addresses=tuple(one.endpoint for one in self._announced), data_addresses=self._data_addresses()
-            )
+        own = self.own_addresses
+        if own.look():
+            self.membership.publish(addresses=tuple(one.endpoint for one in own.control), data_addresses=own.data)
 
     # ------------------------------------------------------------ answers for people
 

@@ -6,19 +6,20 @@ Control and data are judged each for itself: their ports are forwarded, or forgo
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import structlog
 import trio
 
 from node.daemon import rpc
-from node.daemon.addresses import Address, local_networks, parse_address, resolve
+from node.daemon.addresses import local_networks, parse_address, resolve
 from node.daemon.admission import address_block
 from node.daemon.dial_back import ANSWER_S, MAX_PORTS, DialBackAnswer, DialBackRequest
+from node.daemon.dial_words import AGAIN_S, MAX_VERDICTS, Words, closed_ports
 from node.daemon.link import Link
 from node.daemon.membership import Membership, MembershipRecord
+from node.daemon.own_addresses import OwnAddresses
 from node.daemon.splicing import Splicing
 from node.daemon.streams import RequestFailed
 from node.errors import StrangerError
@@ -29,64 +30,8 @@ ASKED = 3
 """Peers whose newest word is wanted."""
 SETTLE_S = 1.0
 """After a change, for the rest of it to follow: a node's two ports open one after another."""
-AGAIN_S = 5.0
-"""Between two questions while the answer is open, or was no once."""
-RENEWED_S = 300.0
-"""How long a peer's word is good; a router forgets a forward, and an operator makes one."""
-NO_IS_SAID = 2
-"""Failed dials until this node counts as not reachable: one may be a peer's trouble, or a busy minute."""
-MAX_VERDICTS = 64
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Word:
-    """Of one peer."""
-
-    at_s: float
-    local: bool
-    """It came over one of this node's own networks: says little of the rest of the world."""
-    host: str = ""
-    """Where it saw this node."""
-    yes: bool | None = None
-    failures: int = 0
-    """In a row."""
-    why: str = ""
-
-
-@dataclass(slots=True)
-class Words:
-    """What peers found when they dialled one of this node's two ports."""
-
-    by_peer: dict[PeerId, _Word] = field(default_factory=dict)
-
-    def say(self, peer: PeerId, now_s: float, *, local: bool, host: str = "", why: str | None) -> None:
-        """`why` it could not be dialled; empty: it was; None: the peer could not tell."""
-        before = self.by_peer.pop(peer, None)
-        word = self.by_peer[peer] = _Word(at_s=now_s, local=local, host=host)
-        if why is not None:
-            word.yes, word.why = not why, why
-            word.failures = 0 if not why else 1 + (before.failures if before is not None else 0)
-        while len(self.by_peer) > MAX_VERDICTS:
-            del self.by_peer[next(iter(self.by_peer))]
-
-    @property
-    def verdict(self) -> bool | None:
-        """Of the majority, of those from elsewhere if there are any; None: nobody knows, or no was said only once."""
-        told = [word for word in self.by_peer.values() if word.yes is not None]
-        told = [word for word in told if not word.local] or told
-        yes = sum(word.yes is True for word in told)
-        if yes and 2 * yes >= len(told):
-            return True
-        return False if sum(word.failures for word in told) >= NO_IS_SAID else None
-
-    def due(self, peer: PeerId, now_s: float) -> bool:
-        word = self.by_peer.get(peer)
-        if word is None:
-            return True
-        settled = word.yes is True or word.failures >= NO_IS_SAID or word.yes is None
-        return now_s >= word.at_s + (RENEWED_S if settled else AGAIN_S)
 
 
 class ReachabilityOwner(Protocol):
@@ -95,18 +40,10 @@ class ReachabilityOwner(Protocol):
     peer_id: PeerId
     membership: Membership
     splicing: Splicing
+    own_addresses: OwnAddresses
 
     @property
     def peers(self) -> Mapping[PeerId, Link]: ...
-
-    @property
-    def announced(self) -> Sequence[Address]: ...
-
-    @property
-    def operator_announces(self) -> Sequence[Address]: ...
-
-    @property
-    def listening(self) -> Sequence[Address]: ...
 
     def links_changed(self) -> trio.Event: ...
 
@@ -172,7 +109,7 @@ class Reachability:
             return None
         data_ports = (int(one.rpartition(":")[2]) for one in mine.data_addresses)
         return DialBackRequest(
-            control_ports=tuple(dict.fromkeys(one.port for one in self._owner.announced))[:MAX_PORTS],
+            control_ports=tuple(dict.fromkeys(one.port for one in self._owner.own_addresses.control))[:MAX_PORTS],
             data_ports=tuple(dict.fromkeys(data_ports))[:MAX_PORTS],
             certificate_sha256=mine.certificate_sha256,
         )
@@ -223,7 +160,7 @@ class Reachability:
 
     async def _speaks_of_me(self, host: str) -> bool:
         """Whether the address that a peer dialled is one that this node tells others, if its operator chose them."""
-        own = self._owner.operator_announces
+        own = self._owner.own_addresses.operators
         if not own:
             return True
         for address in own:
@@ -286,7 +223,7 @@ class Reachability:
         if request is None:
             return ""
         if self._elsewhere:
-            announced = ", ".join(str(one) for one in self._owner.operator_announces)
+            announced = ", ".join(str(one) for one in self._owner.own_addresses.operators)
             return (
                 f"peers see this node come from {self._elsewhere}, not from what it announces ({announced}): "
                 "whether they can dial it there is not known"
@@ -301,11 +238,11 @@ class Reachability:
         return closed_ports(
             seen_at=self.seen_at,
             own={str(one.ip) for one in self._networks},
-            listening=next(iter(self._owner.listening)),
+            listening=next(iter(self._owner.own_addresses.listening)),
             control_port=request.control_ports[0],
             data_port=request.data_ports[0],
             closed=closed,
-            announced=bool(self._owner.operator_announces),
+            announced=bool(self._owner.own_addresses.operators),
         )
 
     # ------------------------------------------------------------ pairs
@@ -381,26 +318,3 @@ def _why_not(failures: Iterable[str]) -> str | None:
     """Of several ports one is enough; None: none was tried."""
     told = sorted(failures)
     return told[0] if told else None
-
-
-def closed_ports(
-    *,
-    seen_at: str,
-    own: set[str],
-    listening: Address,
-    control_port: int,
-    data_port: int,
-    closed: Sequence[int],
-    announced: bool,
-) -> str:
-    """The sentence for a node whose `closed` ports cannot be dialled at `seen_at`. `own`: this machine's addresses."""
-    ports = " and ".join(str(port) for port in dict.fromkeys(closed))
-    plural = "s" if len(set(closed)) > 1 else ""
-    if seen_at in own:
-        door = f"open TCP port{plural} {ports} in this machine's firewall"
-    else:
-        door = f"forward TCP port{plural} {ports} of the router at {seen_at} to this machine"
-    flags = [f"--listen /{listening.kind}/{listening.host}/tcp/{control_port}", f"--data-port {data_port}"]
-    if seen_at not in own and not announced:
-        flags.append(f"--announce /{'ip6' if ':' in seen_at else 'ip4'}/{seen_at}/tcp/{control_port}")
-    return f"peers cannot dial this node: {door}, and start it with {' '.join(flags)}; until then it dials them"

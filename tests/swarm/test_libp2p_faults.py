@@ -38,10 +38,10 @@ from multiaddr import Multiaddr
 
 from node.daemon import admission, hardening
 from node.daemon.addresses import Address
-from node.daemon.discovery import DHT_PROTOCOL, MAX_PROVIDED_KEYS, BoundedProviders, RunDHT
 from node.daemon.hardening import CHUNK_BYTES, HardenedPeerStore, HardenedYamux, PatientStream
 from node.daemon.host import HardenedHost, open_host
 from node.daemon.identity import Identity
+from node.daemon.run_dht import DHT_PROTOCOL, MAX_PROVIDED_KEYS, BoundedProviders, RunDHT
 from node.errors import OperatorError
 
 pytestmark = [
@@ -714,7 +714,7 @@ def test_idle_streams_use_up_only_the_bare_dht(ours: bool) -> None:
 
 
 def test_our_dht_answers_only_peers_that_introduced_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.daemon.discovery.HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("node.daemon.run_dht.HELLO_TIMEOUT_S", 0.3)
     query = Message(type=Message.MessageType.GET_PROVIDERS, key=b"key")
 
     async def main() -> None:

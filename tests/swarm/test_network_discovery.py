@@ -55,7 +55,7 @@ def test_a_chain_of_addresses_becomes_a_full_mesh(tmp_path: Path) -> None:
 
 def test_providers_of_the_run_are_in_the_dht(tmp_path: Path) -> None:
     async def main() -> None:
-        from node.daemon.discovery import RunDHT
+        from node.daemon.run_dht import RunDHT
         from protocol.names import digest
 
         async with nodes(tmp_path) as some:

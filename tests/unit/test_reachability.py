@@ -13,10 +13,12 @@ import trio.testing
 from node.daemon import rpc
 from node.daemon.addresses import Address
 from node.daemon.dial_back import ALLOWED_AT_ONCE, DialBackAnswer, DialBackRequest, DialBacks
+from node.daemon.dial_words import AGAIN_S, RENEWED_S, Words, closed_ports
 from node.daemon.host import DialError
 from node.daemon.identity import Identity
 from node.daemon.membership import Membership
-from node.daemon.reachability import AGAIN_S, RENEWED_S, Reachability, Words, closed_ports
+from node.daemon.own_addresses import OwnAddresses
+from node.daemon.reachability import Reachability
 from node.errors import AtollError
 
 
@@ -65,6 +67,13 @@ def test_when_a_peer_is_asked_again() -> None:
     assert made.due("a", RENEWED_S + 1)
     assert made.due("b", AGAIN_S + 1)
     assert made.due("c", 0.0)
+
+
+def test_the_word_of_who_is_gone_fades() -> None:
+    made = words(("gone", False, ""))
+    for minute in (10, 11):
+        made.say("here", 60.0 * minute + 1, local=False, why="no answer")
+    assert made.verdict is False
 
 
 def test_the_words_of_strangers_are_bounded() -> None:
@@ -210,9 +219,6 @@ class Network:
     """What `Reachability` asks of it, with peers that answer as `answers` says."""
 
     relay_bytes_s = 1e6
-    operator_announces: tuple[Address, ...] = ()
-    announced: tuple[Address, ...] = (LISTEN,)
-    listening: tuple[Address, ...] = (LISTEN,)
 
     def __init__(self, answers: dict[str, DialBackAnswer]) -> None:
         identity = Identity.generate()
@@ -220,6 +226,8 @@ class Network:
         self.membership = Membership(peer_id=identity.peer_id, keyring=identity, version="0.1.0", incarnation=b"i")
         self.membership.publish(run=bytes(32), certificate_sha256=bytes(32), data_addresses=("192.0.2.5:4002",))
         self.splicing: Any = SimpleNamespace(through={}, failures={})
+        self.own_addresses = OwnAddresses(announce=(), announce_data=())
+        self.own_addresses.control = self.own_addresses.listening = [LISTEN]
         self.answers = answers
         self.peers: dict[str, Any] = {
             peer: SimpleNamespace(peer_id=peer, remote_host=f"203.0.113.{number}", is_spliced=False, dialled=True)
