@@ -100,6 +100,8 @@ class LabEngine:
     """`StorageFailed` events; None: `StorageWorks`."""
     changed: trio.Event = field(default_factory=trio.Event)
     refuse_headers: bool = False
+    sizes: Sizes | None = None
+    """If its vector is cut in another way than the others'."""
 
     @property
     def ask(self) -> EngineClient:
@@ -136,7 +138,7 @@ class LabEngine:
         self.client = EngineClient(ours)
         self.lab.nursery.start_soon(self.client.run)
         self.lab.nursery.start_soon(self._play_daemon, self.client)
-        sizes = self.lab.sizes
+        sizes = self.sizes or self.lab.sizes
         opened = await self.client.open(
             api.Open(
                 id=0,

@@ -125,6 +125,18 @@ def test_an_unknown_preset(home: str) -> None:
     refused("--home", home, "--run", "gigantic", names=("gigantic", "tiny", "micro"))
 
 
+def test_a_run_that_averages_by_hivemind_where_that_is_not_installed(home: str, tmp_path: Path) -> None:
+    without = tmp_path / "python-without-it"
+    without.write_text("#!/bin/sh\nexit 1\n")
+    without.chmod(0o755)
+    Path(home).mkdir(exist_ok=True)
+    Path(home, "config.toml").write_text(f'hivemind_python = "{without}"\n')
+    path = tmp_path / "run.toml"
+    path.write_text(MICRO.replace("[rounds]\n", '[rounds]\nengine = "hivemind"\n'), encoding="utf-8")
+    names = ("'micro'", "rounds.engine", str(without), "pip install 'atoll[hivemind]'", "ATOLL_HIVEMIND_PYTHON")
+    refused("--home", home, "--run", str(path), names=names)
+
+
 def test_no_run_at_all(home: str) -> None:
     refused("--home", home, names=(home, "atoll daemon --run tiny", "atoll join MULTIADDR"))
 

@@ -116,7 +116,7 @@ class HivemindExchange(Exchange):
 
     async def _average(self) -> None:
         try:
-            async with self._averager.turn(self.roster_id.hex()) as turn:
+            async with self._averager.turn(self.roster_id.hex(), within_s=self._request.progress_s) as turn:
                 try:
                     await self._threads.compute(self._load)
                     await self._averager.begin(turn, self._begin())
@@ -138,7 +138,8 @@ class HivemindExchange(Exchange):
             self._end_means("another roster's turn has come")
 
     def _has_no_averager(self, why: str) -> None:
-        log.warning("hivemind does not average roster %s here: %s", self.roster_id.hex()[:16], why)
+        if not self._stopped:
+            log.warning("hivemind does not average roster %s here: %s", self.roster_id.hex()[:16], why)
         self._end_means(why)
         self._invite()
 

@@ -53,6 +53,12 @@ COMPRESSIONS = {"fp32": "none", "fp16": "fp16", "int8": "uniform8"}
 """hivemind's codec for ours of a manifest."""
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 
+ENVIRONMENT = {
+    "HIVEMIND_LOGLEVEL": "ERROR",
+    "HIVEMIND_MEMORY_SHARING_STRATEGY": "file_descriptor",  # the other one needs a process more, and files in /dev/shm
+    "OMP_NUM_THREADS": "1",
+}
+
 log = logging.getLogger("atoll.engine")
 
 
@@ -81,8 +87,10 @@ class Turn:
         """Of whoever has the turn: the next one takes it away."""
         self.is_over = False
         """The means in memory may be another roster's."""
+        self.is_begun = False
+        """The averager was told of it."""
         self.has_ended = False
-        """Nothing of it goes on in the averager."""
+        """Nothing of it goes on in the averager any more."""
         self._to_events, self.events = trio.open_memory_channel[OfRoster](math.inf)
 
     @property
@@ -173,7 +181,7 @@ class AveragerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self.contribution.fd, self.means.fd),
-                env=os.environ | {"HIVEMIND_LOGLEVEL": "ERROR", "OMP_NUM_THREADS": "1"},
+                env=os.environ | ENVIRONMENT,
             )
         except OSError:
             ours.close()
@@ -285,16 +293,19 @@ class AveragerProcess:
     # ---------------------------------------------------------------- rosters
 
     @asynccontextmanager
-    async def turn(self, roster: str) -> AsyncIterator[Turn]:
+    async def turn(self, roster: str, *, within_s: float) -> AsyncIterator[Turn]:
         """The averager, and both vectors, for one roster. Whoever has them is cancelled, and lets go of them first.
 
-        With the block the averager's work ends. Raises `AveragerGone`.
+        One that is starting is waited for. With the block the averager's work ends. Raises `AveragerGone`.
         """
         if self._turn is not None:
             self._turn.scope.cancel()
         async with self._turns:
             turn = self._turn = Turn(self, roster)
             try:
+                with trio.move_on_after(within_s):
+                    while self.contact is None:
+                        await self._changed.park()
                 if self.contact is None:
                     raise AveragerGone(self.why_not)
                 self.means.empty()
@@ -308,6 +319,7 @@ class AveragerProcess:
 
     async def begin(self, turn: Turn, message: Begin) -> None:
         """Returns when it takes what other peers send. Raises `AveragerGone`."""
+        turn.is_begun = True
         await turn.tell(message)
         with trio.move_on_after(ANSWER_S) as waiting:
             async for event in turn.events:
@@ -321,7 +333,7 @@ class AveragerProcess:
 
     async def _end(self, turn: Turn) -> None:
         """Until nothing of the roster goes on, or the process is gone."""
-        if turn.has_ended:
+        if turn.has_ended or not turn.is_begun:
             return
         with trio.move_on_after(ANSWER_S) as waiting, contextlib.suppress(AveragerGone):
             await turn.tell(Stop(roster=turn.roster))

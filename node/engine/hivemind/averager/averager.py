@@ -26,7 +26,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from .job import Job, Piece
-from .reducer import PieceReducer, Unwelcome
+from .reducer import PieceReducer
 
 PREFIX = "atoll"
 UNKNOWN_WAIT_S = 10.0
@@ -96,13 +96,14 @@ class RosterRunner(AllReduceRunner):  # type: ignore[misc]
             raise AllreduceException("hivemind has cut the vector in another way than the roster's plan")
         unused: Any = self.tensor_part_reducer
         unused.num_parts = 0  # so that it does not complain of what it never got
-        self.tensor_part_reducer: Any = PieceReducer(job, mine, report.delivered, report.reduced)
+        self.tensor_part_reducer: Any = PieceReducer(job, mine, report.delivered, report.reduced, self._refuse)
         self.job = job
         self._contacts = contacts
         self._report = report
         self._ready = [asyncio.Event() for _ in job.names]
         self._given_up = [False] * len(job.names)
         self._why: dict[PeerID, str] = {}
+        """Whose pieces were refused."""
 
     def ready(self, position: int) -> None:
         """It takes part in this roster, and its contact is known."""
@@ -133,13 +134,8 @@ class RosterRunner(AllReduceRunner):  # type: ignore[misc]
         name = self.job.names[self.ordered_peer_ids.index(peer)]
         return self._servicer_type.get_stub(self._p2p, self._contacts.id_of(name), namespace=self._prefix)
 
-    async def _accumulate_parts_streaming(self, stream: Any, sender_index: int) -> AsyncIterator[Any]:
-        try:
-            async for message in super()._accumulate_parts_streaming(stream, sender_index):
-                yield message
-        except Unwelcome as error:
-            self._why[self.sender_peer_ids[sender_index]] = str(error)
-            raise
+    def _refuse(self, position: int, why: str) -> None:
+        self._why[self.ordered_peer_ids[position]] = why
 
     async def _ban_sender(self, peer_id: PeerID) -> None:
         news = peer_id not in self.banned_senders

@@ -22,6 +22,8 @@ Deliver = Callable[[Piece, int], None]
 """A piece of the sender at a position is added."""
 Finish = Callable[[Piece, torch.Tensor, "tuple[int, ...] | None"], None]
 """A piece's mean, and whose values are in it; None: it cannot be said."""
+Refuse = Callable[[int, str], None]
+"""What the sender at a position has sent is not added."""
 
 
 class Unwelcome(AllreduceException):  # type: ignore[misc]
@@ -29,13 +31,14 @@ class Unwelcome(AllreduceException):  # type: ignore[misc]
 
 
 class PieceReducer(TensorPartReducer):  # type: ignore[misc]
-    def __init__(self, job: Job, pieces: Sequence[Piece], deliver: Deliver, finish: Finish) -> None:
+    def __init__(self, job: Job, pieces: Sequence[Piece], deliver: Deliver, finish: Finish, refuse: Refuse) -> None:
         """`pieces`: mine, in order."""
         self._job = job
         self._pieces = pieces
         self._weights = Weights(job)
         self._deliver = deliver
         self._finish = finish
+        self._refuse = refuse
         self._added: set[int] = set()
         """Positions whose values are in the current piece."""
         super().__init__([torch.Size((piece.stop - piece.start,)) for piece in pieces], len(job.names))
@@ -46,6 +49,7 @@ class PieceReducer(TensorPartReducer):  # type: ignore[misc]
         """`weight` is what the sender claims; it counts for nothing. Raises `Unwelcome`."""
         piece = self._pieces[part_index]
         if why := self._why_unwelcome(piece, sender_index, tensor_part):
+            self._refuse(sender_index, why)  # before hivemind bans it for the exception, whatever that says
             raise Unwelcome(why)
         if part_index == self.current_part_index:  # as a rule: a sender gives the next when this one is a mean
             self._added.add(sender_index)
