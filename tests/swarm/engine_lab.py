@@ -36,6 +36,8 @@ from protocol.plan import Plan
 from protocol.planning import flat_plan
 from protocol.wire import encode_body, signing_bytes
 
+UNTIL_S = 60.0 * float(os.environ.get("ATOLL_TEST_PATIENCE", "1"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -260,7 +262,7 @@ class LabEngine:
 
     async def until(self, what: str, condition: object) -> None:
         assert callable(condition)
-        with trio.move_on_after(60) as waiting:
+        with trio.move_on_after(UNTIL_S) as waiting:
             while not condition():
                 await self.changed.wait()
         assert not waiting.cancelled_caught, f"{self.peer_id} did not reach: {what}"

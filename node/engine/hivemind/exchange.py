@@ -115,6 +115,12 @@ class HivemindExchange(Exchange):
             await super().run()
 
     async def _average(self) -> None:
+        """With an averager that dies before it has begun nothing is lost but time: the next one is asked."""
+        if not await self._average_once(is_last=False):
+            await self._average_once(is_last=True)
+
+    async def _average_once(self, *, is_last: bool) -> bool:
+        """False: another try may do."""
         try:
             async with self._averager.turn(self.roster_id.hex(), within_s=self._request.progress_s) as turn:
                 try:
@@ -128,6 +134,8 @@ class HivemindExchange(Exchange):
                         await self._on_event(event)
                     self._end_means("hivemind's averager has ended")
                 except (AveragerGone, OSError) as error:
+                    if not is_last and not self._has_begun:
+                        return False
                     self._has_no_averager(str(error))
                 # As long as means may be read, and those served who still read from this averager.
                 await trio.sleep_forever()
@@ -135,7 +143,8 @@ class HivemindExchange(Exchange):
             self._has_no_averager(str(error))
         finally:
             self._turn = None
-            self._end_means("another roster's turn has come")
+        self._end_means("another roster's turn has come")
+        return True
 
     def _has_no_averager(self, why: str) -> None:
         if not self._stopped:
