@@ -26,9 +26,17 @@ LIMITS_TRIED = 4
 """Plans made to learn whose limits are too low for duties; then whoever has any limit is given none."""
 
 
-def plan_for(draft: Roster, contributing: int, rules: Rules) -> Plan:
-    """The plan of a roster that has none yet, with equal shares; `contributing`: bitmap of its READYs with a slot."""
-    return within_limits(draft, contributing, rules, lambda leading: _plan(draft, contributing, leading, rules))
+def plan_for(draft: Roster, contributing: int, rules: Rules, spared: int = 0) -> Plan:
+    """The plan of a roster that has none yet, with equal shares; `contributing`: bitmap of its READYs with a slot.
+
+    `spared`: bitmap of READYs that get no duties as long as there are enough others.
+    """
+
+    def make(leading: int) -> Plan:
+        # Where only those to be spared are left to have duties, they have them.
+        return _plan(draft, contributing, leading & ~spared if leading & ~spared & contributing else leading, rules)
+
+    return within_limits(draft, contributing, rules, make)
 
 
 def within_limits(draft: Roster, contributing: int, rules: Rules, make: Callable[[int], Plan]) -> Plan:

@@ -42,6 +42,8 @@ from protocol.weights import bits
 
 ATTEMPTS_A_KIND = 2
 """After so many attempts of a round that came to nothing the other kind of plan gets as many."""
+SPARED_BELOW = 3.0
+"""Among more READYs than one root can have below it, whose line is slower than the median by this has no duties."""
 WORTH_S = 0.025
 """Where the slowest line carries the whole vector in less, shares follow no rates: an exchange is a matter of round
 trips and disks then, and what was measured of the memory of a busy machine would leave some of its nodes no shard."""
@@ -95,7 +97,7 @@ def _kinds(
 ) -> dict[Kind, Plan]:
     """The plans to choose from, flat first; more than one root can have below it have groups of another kind."""
     if len(draft.readys) > MAX_FAN + 1:
-        return {Kind.FLAT: grouping.plan_for(draft, contributing, rules)}
+        return {Kind.FLAT: grouping.plan_for(draft, contributing, rules, _spared(terrain))}
     plans = {
         Kind.FLAT: grouping.within_limits(
             draft, contributing, rules, partial(_flat, draft, contributing, rules, terrain)
@@ -107,6 +109,13 @@ def _kinds(
         if made is not None:
             plans[Kind.GROUPED] = made
     return plans
+
+
+def _spared(terrain: Terrain) -> int:
+    """Of very many, whom duties would make slow, or leave without those whom it cannot reach."""
+    speed = np.minimum(terrain.up_bytes_s, terrain.down_bytes_s)
+    slow = speed * SPARED_BELOW < np.median(speed)
+    return sum(1 << index for index in np.flatnonzero(slow | terrain.apart.any(axis=1)).tolist())
 
 
 def _worth_it(terrain: Terrain, rules: Rules) -> bool:

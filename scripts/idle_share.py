@@ -44,8 +44,9 @@ class Turn:
     """From its last step to the next round, the exchange included."""
 
 
-def train(home: Path, step_s: float, rounds: int) -> list[Turn]:
-    """What the program of one node does: its parameters move a little with every step, which takes `step_s`."""
+def train(home: Path, step_s: float) -> list[Turn]:
+    """What the program of one node does until the run ends: its parameters move a little with every step, which takes
+    `step_s`."""
     turns: list[Turn] = []
     with node.attach(home, wait_s=ATTACH_S) as swarm:
         model = build_model(swarm.manifest)
@@ -62,8 +63,6 @@ def train(home: Path, step_s: float, rounds: int) -> list[Turn]:
                 now_s = time.monotonic()
                 turns.append(Turn(round=number, steps=steps, trained_s=done_s - began_s, waited_s=now_s - done_s))
                 began_s = now_s
-                if outer.done or len(turns) >= rounds:
-                    break
     return turns
 
 
@@ -99,7 +98,7 @@ def play(options: argparse.Namespace, *, by_speed: bool) -> list[list[Turn]]:
             Path(folder),
             nodes=len(speeds),
             run="micro",
-            rounds=2 * rounds,
+            rounds=rounds,
             overrides=overrides,
             device="none",
             threads=1,
@@ -110,7 +109,7 @@ def play(options: argparse.Namespace, *, by_speed: bool) -> list[list[Turn]]:
                 subprocess.Popen(
                     [
                         *(sys.executable, "-m", "scripts.idle_share", "--trainer", str(one.home.path)),
-                        *("--step-s", str(options.step_s * max(speeds) / speed), "--rounds", str(rounds)),
+                        *("--step-s", str(options.step_s * max(speeds) / speed)),
                     ],
                     stdout=subprocess.PIPE,
                     text=True,
@@ -118,7 +117,7 @@ def play(options: argparse.Namespace, *, by_speed: bool) -> list[list[Turn]]:
                 for one, speed in zip(swarm.nodes, speeds, strict=True)
             ]
             try:
-                within_s = ATTACH_S + 2 * rounds * (ROUND_S + steps * slowest_s)
+                within_s = ATTACH_S + rounds * (ROUND_S + steps * slowest_s)
                 told = [program.communicate(timeout=within_s)[0] for program in programs]
             except subprocess.TimeoutExpired as error:
                 raise SwarmFailed(f"a trainer was not done within {error.timeout:.0f} s; {swarm.reasons()}") from error
@@ -138,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.trainer is not None:
-        turns = train(options.trainer, options.step_s, options.rounds)
+        turns = train(options.trainer, options.step_s)
         sys.stdout.write(json.dumps([{name: getattr(turn, name) for name in Turn.__slots__} for turn in turns]))
         return 0
     try:

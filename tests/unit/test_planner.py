@@ -185,6 +185,20 @@ def test_who_came_back_from_the_dead_is_the_trouble_and_not_those_who_missed_it(
     assert len(planned(draft(4), Outlook(nils=halves)).plan.shards) == 4, "two halves that meet again"
 
 
+def test_among_very_many_the_slow_and_the_hidden_have_no_duties() -> None:
+    peers, slow, hidden = 100, {3, 50, 99}, {4, 51}
+    reports = {
+        name(index): Report(up_bytes_s=1e6 if index in slow else 2e7, down_bytes_s=2e7, dialable=index not in hidden)
+        for index in range(peers)
+    }
+    plan = planned(draft(peers), Outlook(reports=reports)).plan
+    duties = {parent for shard in plan.shards for parent in (*shard.parents, shard.root)}
+    assert not duties & (slow | hidden)
+    assert len(plan.shards) == 64
+    nobody = {name(index): Report(dialable=False) for index in range(peers)}
+    assert len(planned(draft(peers), Outlook(reports=nobody)).plan.shards) == 64
+
+
 def test_byte_limits_bound_a_share_instead_of_ending_it() -> None:
     rates = [(2.5e7, 2.5e7)] * 4
     made = draft(4, upload_limit_bytes=int(1.2 * WHOLE))
