@@ -15,7 +15,7 @@ from node.daemon import rpc
 from node.daemon.addresses import Address
 from node.daemon.admission import address_block
 from node.daemon.allowance import Allowances
-from node.daemon.host import DialError
+from node.daemon.host import DIAL_TIMEOUT_S, DialError
 from node.daemon.link import Link
 from node.engine.handshake import HandshakeFailed, probe
 from node.errors import AtollError
@@ -27,8 +27,8 @@ MAX_AT_ONCE = 8
 ALLOWED_AT_ONCE = 12.0
 """Dial-backs of one address without a wait: a rack behind one router starts together."""
 ALLOWED_PER_S = 1 / 5
-DIAL_S = 8.0
-"""For one port: TCP and its handshake take four round trips, and a round trip may take two seconds."""
+DIAL_S = DIAL_TIMEOUT_S
+"""For one port. Where nobody answers at all, `CONNECT_TIMEOUT_S` tells sooner."""
 ANSWER_S = DIAL_S + 4.0
 
 

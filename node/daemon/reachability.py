@@ -24,7 +24,7 @@ from node.daemon.splicing import Splicing
 from node.daemon.streams import RequestFailed
 from node.errors import StrangerError
 from node.status import ReachStatus
-from protocol.names import PeerId
+from protocol.names import PeerId, digest
 
 ASKED = 3
 """Peers whose newest word is wanted."""
@@ -119,11 +119,17 @@ class Reachability:
         told = {peer for peer in self._control.by_peer if not self._due(peer, now_s)}
         hosts = {link.remote_host for peer, link in self._owner.peers.items() if peer in told}
         due = [link for peer, link in self._owner.peers.items() if peer not in told and not link.is_spliced]
-        due.sort(key=lambda link: (self._is_local(link.remote_host), link.remote_host in hosts, link.peer_id))
+        due.sort(
+            key=lambda link: (self._is_local(link.remote_host), link.remote_host in hosts, self._lot(link.peer_id))
+        )
         chosen: dict[str, Link] = {}
         for link in due:
             chosen.setdefault(link.remote_host, link)
         return list(chosen.values())[: max(0, ASKED - len(told))]
+
+    def _lot(self, peer: PeerId) -> bytes:
+        """So that not everybody asks the same few."""
+        return digest(b"atoll/dial-back", self._owner.peer_id.encode(), peer.encode())
 
     def _due(self, peer: PeerId, now_s: float) -> bool:
         return self._control.due(peer, now_s) or self._data.due(peer, now_s)
