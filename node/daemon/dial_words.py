@@ -12,6 +12,8 @@ AGAIN_S = 5.0
 """Between two questions while the answer is open, or was no once."""
 RENEWED_S = 300.0
 """How long a peer's word is good; a router forgets a forward, and an operator makes one."""
+NOTHING_SAID_S = 60.0
+"""Until a peer that could not tell is asked again."""
 NO_IS_SAID = 2
 """Failed dials until this node counts as not reachable: one may be a peer's trouble, or a busy minute."""
 MAX_VERDICTS = 64
@@ -39,10 +41,12 @@ class Words:
     by_peer: dict[PeerId, _Word] = field(default_factory=dict)
 
     def say(self, peer: PeerId, now_s: float, *, local: bool, host: str = "", why: str | None) -> None:
-        """`why` it could not be dialled; empty: it was; None: the peer could not tell."""
+        """`why` it could not be dialled; empty: it was; None: the peer cannot tell, and what it said before holds."""
         before = self.by_peer.pop(peer, None)
         word = self.by_peer[peer] = _Word(at_s=now_s, local=local, host=host)
-        if why is not None:
+        if why is None and before is not None:
+            word.host, word.yes, word.why, word.failures = before.host, before.yes, before.why, before.failures
+        elif why is not None:
             word.yes, word.why = not why, why
             word.failures = 0 if not why else 1 + (before.failures if before is not None else 0)
         for gone in [one for one, said in self.by_peer.items() if said.at_s < now_s - 2 * RENEWED_S]:
@@ -64,7 +68,9 @@ class Words:
         word = self.by_peer.get(peer)
         if word is None:
             return True
-        settled = word.yes is True or word.failures >= NO_IS_SAID or word.yes is None
+        if word.yes is None:
+            return now_s >= word.at_s + NOTHING_SAID_S
+        settled = word.yes or word.failures >= NO_IS_SAID
         return now_s >= word.at_s + (RENEWED_S if settled else AGAIN_S)
 
 

@@ -13,7 +13,7 @@ import trio.testing
 from node.daemon import rpc
 from node.daemon.addresses import Address
 from node.daemon.dial_back import ALLOWED_AT_ONCE, DialBackAnswer, DialBackRequest, DialBacks
-from node.daemon.dial_words import AGAIN_S, RENEWED_S, Words, closed_ports
+from node.daemon.dial_words import AGAIN_S, NOTHING_SAID_S, RENEWED_S, Words, closed_ports
 from node.daemon.host import DialError
 from node.daemon.identity import Identity
 from node.daemon.membership import Membership
@@ -67,6 +67,14 @@ def test_when_a_peer_is_asked_again() -> None:
     assert made.due("a", RENEWED_S + 1)
     assert made.due("b", AGAIN_S + 1)
     assert made.due("c", 0.0)
+
+
+def test_who_cannot_tell_takes_nothing_back() -> None:
+    made = words(("a", False, ""), ("a", False, None))
+    assert made.verdict is True
+    made = words(("a", False, None))
+    assert not made.due("a", AGAIN_S)
+    assert made.due("a", NOTHING_SAID_S)
 
 
 def test_the_word_of_who_is_gone_fades() -> None:
