@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -72,15 +73,8 @@ class Terrain:
     apart: npt.NDArray[np.bool_]
     """[n, n] Symmetric: pairs that cannot exchange, or failed to lately. No plan uses them if it can help it."""
 
-    @property
-    def rates(self) -> list[tuple[float, float]]:
-        """[n] (up, down), as `protocol.planning.level_durations` takes them."""
-        return list(zip(self.up_bytes_s.tolist(), self.down_bytes_s.tolist(), strict=True))
-
-    @property
-    def slowest_round_trip_s(self) -> float:
-        known = self.round_trip_s[np.isfinite(self.round_trip_s)]
-        return float(known.max(initial=0.0))
+    slowest_round_trip_s: float
+    """0 where none is known."""
 
 
 def terrain_of(reports: Reports, roster: Roster, named: Mapping[PeerId, Collection[PeerId]]) -> Terrain:
@@ -88,17 +82,40 @@ def terrain_of(reports: Reports, roster: Roster, named: Mapping[PeerId, Collecti
 
     `named`: peer → peers that it says exchanges with failed (`failing`).
     """
+    if not reports and not named:
+        return _nothing_known(len(roster.readys))
     peers = [ready.sender for ready in roster.readys]
     mine = [reports.get(peer, _SILENT) for peer in peers]
     up, down = [one.up_bytes_s for one in mine], [one.down_bytes_s for one in mine]
     apart = _failed(peers, named) | _unreachable(peers, mine)
+    between = round_trips(peers, reports)
     return Terrain(
         up_bytes_s=_filled(up),
         down_bytes_s=_filled(down),
         rated=any(rate is not None for rate in (*up, *down)),
         pair_bytes_s=slow_pairs(peers, reports),
-        round_trip_s=round_trips(peers, reports),
+        round_trip_s=between,
         apart=apart,
+        slowest_round_trip_s=float(between[np.isfinite(between)].max(initial=0.0)),
+    )
+
+
+@lru_cache(maxsize=4)
+def _nothing_known(peers: int) -> Terrain:
+    """Shared by all who know nothing: among a thousand simulated peers, each learns from each round."""
+    square = np.full((peers, peers), np.nan)
+    assumed = np.full(peers, ASSUMED_RATE_BYTES_S)
+    unbounded, apart = np.full_like(square, np.inf), np.zeros(square.shape, np.bool_)
+    for array in (square, assumed, unbounded, apart):
+        array.flags.writeable = False
+    return Terrain(
+        up_bytes_s=assumed,
+        down_bytes_s=assumed,
+        rated=False,
+        pair_bytes_s=unbounded,
+        round_trip_s=square,
+        apart=apart,
+        slowest_round_trip_s=0.0,
     )
 
 
