@@ -39,8 +39,11 @@ from node.engine.hivemind.words import (
 )
 from node.errors import AtollError
 
-START_S = 120.0
-"""Importing PyTorch and hivemind takes 4 s of a processor; a busy machine takes its time."""
+START_S = 300.0
+"""Importing PyTorch and hivemind takes 4 s of a processor, which a busy machine may spread over minutes. A process that
+dies in it is noticed at once."""
+END_S = 5.0
+"""From SIGKILL to the end of its process."""
 ANSWER_S = 10.0
 """From `begin` to `begun`, and from `stop` to `ended`."""
 FIRST_BACKOFF_S = 0.5
@@ -188,6 +191,7 @@ class AveragerProcess:
             raise
         finally:
             theirs.close()
+        self._pidfd = os.pidfd_open(self._process.pid)
         ours.setblocking(False)
         self._socket = trio.socket.from_stdlib_socket(ours)
         self.pid = self._process.pid
@@ -209,9 +213,10 @@ class AveragerProcess:
         except (msgspec.DecodeError, AveragerGone) as error:
             self.why_not = str(error)
         finally:
-            self._bury()
+            with trio.CancelScope(shield=True):
+                await self._bury()
 
-    def _bury(self) -> None:
+    async def _bury(self) -> None:
         self.contact = None
         if self._turn is not None:
             self._turn.end()
@@ -220,8 +225,11 @@ class AveragerProcess:
             self._socket = None
         if self._process is not None:
             self._process.kill()  # p2pd follows: its client is gone
-            code = self._process.wait()
-            if code not in (0, -int(signal.SIGKILL)):
+            with trio.move_on_after(END_S):
+                await trio.lowlevel.wait_readable(self._pidfd)
+            os.close(self._pidfd)
+            code = self._process.poll()
+            if code not in (0, None, -int(signal.SIGKILL)):
                 self.why_not = f"{self.why_not} (exit status {code})"
             shutil.rmtree(self._settings.directory, ignore_errors=True)
             self._process = None
@@ -229,7 +237,9 @@ class AveragerProcess:
         self._changed.unpark_all()
 
     def close(self) -> None:
-        self._bury()
+        """`run` has ended, or is being cancelled."""
+        if self._process is not None:
+            self._process.kill()
         self.contribution.close()
         self.means.close()
 
