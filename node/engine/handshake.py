@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from node.engine import tls
+from node.engine.tls_stream import TlsStream
 from node.errors import StrangerError
 from node.peer_id import MAX_PEER_ID_CHARACTERS, public_key_of
 from node.sockets import keep_trying
@@ -35,7 +36,8 @@ _MAGIC = b"ATL1"
 _HELLO = struct.Struct("<4sBBH64s32s")
 _ACCEPTED = b"\x01"
 
-Stream = trio.SSLStream
+Stream = TlsStream
+_BROKEN = (OSError, ssl.SSLError, trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
 
 
 class OnlyProbed(StrangerError):
@@ -105,7 +107,7 @@ async def probe(address: str, *, certificate_sha256: bytes) -> None:
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
             await _open_tls(tcp, address, certificate_sha256, tls.PROBE_ALPN)
-    except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.TooSlowError) as error:
+    except (*_BROKEN, trio.TooSlowError) as error:
         raise HandshakeFailed(f"{address}: {describe(error)}") from error
     finally:
         await trio.aclose_forcefully(tcp)
@@ -113,12 +115,12 @@ async def probe(address: str, *, certificate_sha256: bytes) -> None:
 
 async def _open_tls(tcp: trio.SocketStream, address: str, certificate_sha256: bytes, protocol: str) -> Stream:
     """Raises `HandshakeFailed` for another certificate or protocol, and what a broken connection raises."""
-    stream = trio.SSLStream(tcp, tls.client_context(protocol), https_compatible=True)
+    stream = TlsStream(tcp, tls.client_context(protocol))
     await stream.do_handshake()
-    certificate = stream.getpeercert(binary_form=True)
-    if not isinstance(certificate, bytes) or hashlib.sha256(certificate).digest() != certificate_sha256:
+    certificate = stream.peer_certificate()
+    if certificate is None or hashlib.sha256(certificate).digest() != certificate_sha256:
         raise HandshakeFailed(f"{address} shows another certificate than its membership record names")
-    if stream.selected_alpn_protocol() != protocol:
+    if stream.protocol != protocol:
         raise HandshakeFailed(f"{address} does not speak {protocol}")
     return stream
 
@@ -152,7 +154,7 @@ async def introduce(
     except HandshakeFailed:
         await trio.aclose_forcefully(tcp)
         raise
-    except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.TooSlowError) as error:
+    except (*_BROKEN, trio.TooSlowError) as error:
         await trio.aclose_forcefully(tcp)
         raise HandshakeFailed(f"{address}: {describe(error)}") from error
     except BaseException:
@@ -170,13 +172,13 @@ async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenB
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
             await _expect_tls_record(tcp)
-            stream = trio.SSLStream(tcp, context, server_side=True, https_compatible=True)
+            stream = TlsStream(tcp, context, server_side=True)
             await stream.do_handshake()
-            if stream.selected_alpn_protocol() == tls.PROBE_ALPN:
+            if stream.protocol == tls.PROBE_ALPN:
                 raise OnlyProbed("it only looked whether this engine can be dialled")
-            if stream.selected_alpn_protocol() != tls.ALPN:
+            if stream.protocol != tls.ALPN:
                 raise StrangerError(f"a connection without ALPN {tls.ALPN}")
-            hello = await receive_exactly(stream, _HELLO.size)
+            hello = await stream.receive_exactly(_HELLO.size)
             magic, lane, lanes, name_length, name, token = _HELLO.unpack(hello)
             if magic != _MAGIC or name_length > MAX_PEER_ID_CHARACTERS:
                 raise StrangerError("a hello that is not ours")
@@ -188,7 +190,7 @@ async def accept(tcp: trio.SocketStream, context: ssl.SSLContext, tokens: TokenB
             if not tokens.redeem(peer_id, token, lane, lanes):
                 raise StrangerError("a hello with an unknown, used or expired token")
             await stream.send_all(_ACCEPTED)
-    except (OSError, ssl.SSLError, trio.BrokenResourceError, trio.EndOfChannel) as error:
+    except _BROKEN as error:
         raise StrangerError(f"a broken handshake: {describe(error)}") from error
     except trio.TooSlowError:
         raise StrangerError(f"a handshake of more than {HANDSHAKE_TIMEOUT_S:g} s") from None
@@ -218,17 +220,6 @@ def _require_peer_id(peer_id: str) -> None:
         public_key_of(peer_id)
     except StrangerError as error:
         raise StrangerError(f"a hello with a malformed peer id: {error}") from error
-
-
-async def receive_exactly(stream: Stream, size: int) -> bytearray:
-    """`size` bytes of `stream`. Raises `trio.EndOfChannel` when it ends before."""
-    data = bytearray()
-    while len(data) < size:
-        chunk = await stream.receive_some(size - len(data))
-        if not chunk:
-            raise trio.EndOfChannel
-        data += chunk
-    return data
 
 
 def split_address(address: str) -> tuple[str, int]:

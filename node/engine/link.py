@@ -18,15 +18,15 @@ from typing import Protocol
 import trio
 
 from node.engine.frames import HEADER_BYTES, Header, Kind
-from node.engine.handshake import Stream, receive_exactly
+from node.engine.handshake import Stream
 from node.errors import StrangerError
 from protocol.names import ZERO_DIGEST
 
 ALIVE_INTERVAL_S = 10.0
 SILENCE_LIMIT_S = 35.0
 """A lane on which nothing arrived for so long is dead (three keep-alives lost)."""
-WRITE_SLICE_BYTES = 1 << 17
-READ_SLICE_BYTES = 1 << 16
+PASSED_BYTES = 1 << 16
+"""Of a payload that nobody wants, read at a time."""
 
 Buffer = bytes | bytearray | memoryview
 LaneErrors = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, trio.TooSlowError, OSError)
@@ -221,16 +221,8 @@ class Link:
         self.sending.begin()
         sent = 0
         try:
-            if len(payload) <= READ_SLICE_BYTES:
-                await stream.send_all(head + bytes(payload))
-                sent = len(head) + len(payload)
-            else:
-                await stream.send_all(head)
-                sent = len(head)
-                while payload:
-                    await stream.send_all(payload[:WRITE_SLICE_BYTES])
-                    sent += min(len(payload), WRITE_SLICE_BYTES)
-                    payload = payload[WRITE_SLICE_BYTES:]
+            await stream.send_all(head, payload)
+            sent = len(head) + len(payload)
         finally:
             self.sending.end(sent)
 
@@ -239,7 +231,7 @@ class Link:
     async def _receive_frames(self, stream: Stream) -> None:
         while True:
             with trio.fail_after(SILENCE_LIMIT_S):
-                header = Header.unpack(await receive_exactly(stream, HEADER_BYTES))
+                header = Header.unpack(await stream.receive_exactly(HEADER_BYTES))
             if header.kind is Kind.ALIVE and not header.meta_bytes and not header.payload_bytes:
                 continue
             self.receiving.begin()
@@ -247,7 +239,7 @@ class Link:
             payload: bytearray | None = None
             try:
                 with trio.fail_after(SILENCE_LIMIT_S):
-                    meta = bytes(await receive_exactly(stream, header.meta_bytes))
+                    meta = bytes(await stream.receive_exactly(header.meta_bytes))
                 wanted = self._receiver.admit(self, header, meta)
                 try:
                     payload = await self._receive_payload(stream, header, keep=wanted)
@@ -262,17 +254,14 @@ class Link:
 
     async def _receive_payload(self, stream: Stream, header: Header, *, keep: bool) -> bytearray:
         """The payload; read past and empty unless `keep`."""
-        size = header.payload_bytes
-        payload = bytearray(size if keep else 0)
-        remaining = size
+        payload = bytearray(header.payload_bytes if keep else 0)
+        view = memoryview(payload if keep else bytearray(min(header.payload_bytes, PASSED_BYTES)))
+        remaining = header.payload_bytes
         while remaining:
             with trio.fail_after(SILENCE_LIMIT_S):
-                chunk = await stream.receive_some(min(remaining, READ_SLICE_BYTES))
-            if not chunk:
-                raise trio.EndOfChannel
+                got = await stream.receive_into(view[: min(remaining, len(view))])
+            remaining -= got
             if keep:
-                start = size - remaining
-                payload[start : start + len(chunk)] = chunk
+                view = view[got:]
                 self._receiver.progressed(self, header)
-            remaining -= len(chunk)
         return payload
