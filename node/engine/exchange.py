@@ -338,7 +338,7 @@ class Exchange:
     async def _receive_up(self, sender: int, part: int, meta: UpMeta, payload: bytearray) -> None:
         bitmap = int.from_bytes(meta.bitmap, "little")
         check = partial(self._checks.why_bad, sender, part, bitmap, meta.proof, payload)
-        why = await self._threads.compute(check)
+        why = await self._threads.check(check, len(payload))
         if why:
             self._machine.on_up_bad(sender, part, why)
             if sender not in self._bad:
@@ -363,7 +363,7 @@ class Exchange:
             signature=down.signature,
             geometry=self._geometry,
         )
-        why = await self._threads.compute(check)
+        why = await self._threads.check(check, len(payload))
         if why:
             self._machine.dropped[why] += 1
             return

@@ -11,6 +11,9 @@ import trio
 
 T = TypeVar("T")
 
+CHECKED_AT_ONCE_BYTES = 1 << 17
+"""A quarter of a millisecond with the signature of a part; a thread and back costs the loop about as much."""
+
 
 class Threads:
     """`compute`: NumPy and BLAKE3, which release the GIL; `disk`: a round's own blocking reads, writes and fsyncs;
@@ -24,6 +27,12 @@ class Threads:
 
     async def compute(self, work: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(work, limiter=self._compute)
+
+    async def check(self, work: Callable[[], T], size: int) -> T:
+        """Hashes and bounds of `size` bytes: at once where handing them to a thread and back takes longer."""
+        if size > CHECKED_AT_ONCE_BYTES:
+            return await self.compute(work)
+        return work()
 
     async def disk(self, work: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(work, limiter=self._disk)
