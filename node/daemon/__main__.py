@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import structlog
@@ -28,7 +29,9 @@ def main() -> int:
     return_code = 0
     try:
         trio.run(run_node, settings, strict_exception_groups=True)
-    except* SupervisorGone:  # may also be what the others' end has cut short: they decide
+    except* SupervisorGone as group:  # may also be what the others' end has cut short: they decide
+        with contextlib.suppress(OSError):  # it reads what is said here, if it still does
+            log.error("the daemon ends with its supervisor", why="; ".join(str(error) for error in _leaves(group)))
         return_code = EXIT_ALONE
     except* Fallen as group:
         for error in _leaves(group):

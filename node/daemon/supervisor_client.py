@@ -165,14 +165,20 @@ class SupervisorClient:
         async with self._lock:
             # A request that was given up must not hand its late answer to the next one.
             with trio.CancelScope(shield=True), trio.move_on_after(ANSWER_TIMEOUT_S):
+                ended: Exception | None = None
                 try:
                     await self._socket.send(json.dumps(request).encode())
                     answer, descriptors = await self._answered.receive()
                 except (OSError, trio.EndOfChannel) as error:
-                    raise SupervisorGone("the supervisor has ended") from error
-                if not answer.get("ok"):
-                    raise OperatorError(str(answer.get("error")))
-                return answer, descriptors
+                    ended = error
+                else:
+                    if not answer.get("ok"):
+                        raise OperatorError(str(answer.get("error")))
+                    return answer, descriptors
+            if ended is not None:
+                # Nobody receives any more when this daemon itself comes to its end: that is no failure.
+                await trio.lowlevel.checkpoint_if_cancelled()
+                raise SupervisorGone("the supervisor has ended") from ended
         raise SupervisorGone(f"the supervisor did not answer {request['op']!r} within {ANSWER_TIMEOUT_S:.0f} s")
 
     async def _receive(self) -> tuple[dict[str, Any], list[int]]:
