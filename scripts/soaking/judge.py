@@ -92,7 +92,7 @@ def forks(accounts: Sequence[Account], seen: set[str], first_lineage: str) -> li
 
 
 def work(accounts: Sequence[Account]) -> list[Work]:
-    """Each node's account beside what the longest chain counts of it."""
+    """Each node's account beside what its own chain and the longest one count of it."""
     longest = max(accounts, key=lambda account: account.tip[1], default=None)
     return [
         Work(
@@ -102,7 +102,9 @@ def work(accounts: Sequence[Account]) -> list[Work]:
             counted=account.work.counted,
             carried=account.work.carried,
             discarded=account.work.discarded,
-            counted_by_chain=(longest or account).chain.get(account.peer, 0),
+            counted_by_own_chain=account.chain.get(account.peer, 0),
+            counted_by_longest=(longest or account).chain.get(account.peer, 0),
+            on_longest=longest is not None and (account.tip == longest.tip or account.tip in longest.commits),
         )
         for account in accounts
     ]
@@ -131,7 +133,9 @@ def live_work(statuses: Iterable[Status]) -> list[Work]:
             counted=status.work.exact.counted,
             carried=status.work.exact.carried,
             discarded=status.work.exact.discarded,
-            counted_by_chain=status.work.exact.counted,
+            counted_by_own_chain=status.work.exact.counted,
+            counted_by_longest=status.work.exact.counted,
+            on_longest=True,
         )
         for status in statuses
     ]

@@ -36,12 +36,22 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     counted: int
     carried: int
     discarded: dict[str, int]
-    counted_by_chain: int
+    counted_by_own_chain: int
+    counted_by_longest: int
+    """By the longest chain of all homes."""
+    on_longest: bool
+    """Its own chain is a beginning of that one, or all of it."""
 
     @property
     def balanced(self) -> bool:
+        """What is made is counted, carried or lost. Whoever left may have carried what the others then counted."""
         rest = self.produced - self.counted - self.carried - sum(self.discarded.values())
-        return rest == 0 and self.counted == self.counted_by_chain
+        least = self.counted if self.on_longest else 0
+        return (
+            rest == 0
+            and self.counted == self.counted_by_own_chain
+            and least <= self.counted_by_longest <= self.counted + self.carried
+        )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from scripts.sections import DOCUMENT, with_section
 from scripts.soaking import judge, record, show, slope
 from scripts.soaking.accounts import Account
 from scripts.soaking.conduct import Struck, counted_again_s
-from scripts.soaking.report import Report
+from scripts.soaking.report import Report, Work
 from scripts.soaking.said import Said
 from scripts.soaking.schedule import LASTS_S, QUIET_AFTER_S, Happening, Kind, draw
 from scripts.soaking.watch import SeenRound
@@ -189,9 +190,13 @@ def test_two_commits_of_one_round_are_a_fork_and_so_is_a_lineage_from_nowhere() 
 
 
 def test_work_must_add_up_and_be_what_the_longest_chain_counts() -> None:
-    short = account("A", tip=1, commits={}, chain={"A": 10})
-    long = account("B", tip=9, commits={})
-    assert [one.balanced for one in judge.work([short, long])] == [True, True]
+    short = account("A", tip=1, commits={}, chain={"A": 20})
+    long = account("B", tip=9, commits={(L0, 1): {b"x"}}, chain={"A": 26, "B": 20})
+    found = judge.work([short, long])
+    assert [one.balanced for one in found] == [True, True], "what A carried when it left was counted by the others"
+    assert [one.on_longest for one in found] == [True, True]
+    behind = account("A", tip=1, commits={}, chain={"A": 10})
+    assert [one.balanced for one in judge.work([behind, long])] == [False, True]
     wrong = account("A", tip=1, commits={}, work=WorkTotals(produced=30, counted=21, carried=5, discarded={"lost": 4}))
     assert [one.balanced for one in judge.work([wrong, long])] == [False, True]
     lacking = account("A", tip=1, commits={}, work=WorkTotals(produced=31, counted=20, carried=6))
@@ -327,3 +332,30 @@ def test_what_is_recorded_reads_back_and_the_document_is_made_of_it() -> None:
         assert made == document, "run `scripts/soak --record`, which makes it anew"
     else:
         assert record.COMMAND not in document
+
+
+@pytest.mark.parametrize(
+    ("changes", "balanced"),
+    [
+        ({}, True),
+        ({"counted_by_longest": 85}, True),  # what the node carried when it left was counted by the others
+        ({"counted_by_longest": 95}, False),  # more than it ever handed over
+        ({"counted_by_longest": 60}, False),
+        ({"counted_by_longest": 0, "on_longest": False}, True),  # it left on a lineage that lost later
+        ({"counted_by_own_chain": 60}, False),
+        ({"produced": 101}, False),
+    ],
+)
+def test_an_account_is_held_against_its_own_chain_and_the_longest(changes: dict[str, Any], balanced: bool) -> None:
+    account: dict[str, Any] = {
+        "peer": "P",
+        "parts": 1,
+        "produced": 100,
+        "counted": 70,
+        "carried": 20,
+        "discarded": {"lost with the trainer": 10},
+        "counted_by_own_chain": 70,
+        "counted_by_longest": 70,
+        "on_longest": True,
+    }
+    assert Work(**(account | changes)).balanced is balanced
