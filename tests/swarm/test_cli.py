@@ -149,6 +149,7 @@ def test_a_swarm_in_one_command(tmp_path: Path) -> None:
     assert not (tmp_path / "node-0").exists(), "homes go unless --keep"
 
 
+@pytest.mark.chaos_long  # the demonstration kills one too
 def test_a_killed_node_comes_back_and_all_end_equal(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path, nodes=3, run="micro", rounds=40) as swarm:
         swarm.start_all()

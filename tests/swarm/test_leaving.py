@@ -173,11 +173,11 @@ def guest(pair: tuple[Daemon, Make]) -> Daemon:
     ("point", "after"),
     [
         pytest.param("step", 3, id="training"),
-        pytest.param("ready", 1, id="assembling"),
-        pytest.param("up", 1, id="exchanging, up"),
+        pytest.param("ready", 1, id="assembling", marks=pytest.mark.chaos_long),
+        pytest.param("up", 1, id="exchanging, up", marks=pytest.mark.chaos_long),
         pytest.param("down-received", 1, id="exchanging, down"),
         pytest.param("vote-1", 1, id="agreeing"),
-        pytest.param("vote-2", 1, id="agreeing, locked"),
+        pytest.param("vote-2", 1, id="agreeing, locked", marks=pytest.mark.chaos_long),
         pytest.param("committed", 1, id="applying"),
     ],
 )

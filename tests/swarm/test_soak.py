@@ -57,7 +57,7 @@ def any_is_frozen(directory: Path) -> bool:
 
 def test_the_short_soak_passes(tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
-    options = [*SHORT, "--minutes", "1", "--every", "7", "--seed", "5", "--json", str(report_file)]
+    options = [*SHORT, "--minutes", "0.5", "--every", "6", "--seed", "5", "--json", str(report_file)]
     process = soak(*options, "--directory", str(tmp_path / "soak"))
     try:
         output, _ = process.communicate(timeout=WHOLE_S)
