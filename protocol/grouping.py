@@ -33,8 +33,10 @@ def plan_for(draft: Roster, contributing: int, rules: Rules, spared: int = 0) ->
     """
 
     def make(leading: int) -> Plan:
-        # Where only those to be spared are left to have duties, they have them.
-        return _plan(draft, contributing, leading & ~spared if leading & ~spared & contributing else leading, rules)
+        unspared = leading & ~spared
+        # Where too few are left for every group to have a head, those to be spared have duties before the limited ones.
+        enough = (unspared & contributing).bit_count() >= _group_count(len(draft.readys))
+        return _plan(draft, contributing, unspared if enough else leading, rules)
 
     return within_limits(draft, contributing, rules, make)
 
@@ -67,6 +69,11 @@ def _plan(draft: Roster, contributing: int, leading: int, rules: Rules) -> Plan:
     return grouped_plan([ready.sender for ready in draft.readys], contributing, rules.part_count, draw, leading)
 
 
+def _group_count(peers: int) -> int:
+    """The square root, rounded up."""
+    return math.isqrt(peers - 1) + 1
+
+
 def grouped_plan(
     peers: Sequence[PeerId], contributing: int, part_count: int, draw: Digest, leading: int | None = None
 ) -> Plan:
@@ -77,7 +84,7 @@ def grouped_plan(
     """
     if not 0 < contributing < 1 << len(peers):
         raise ValueError(f"bitmap {contributing:#x} names no contributor among {len(peers)} READYs")
-    count = math.isqrt(len(peers) - 1) + 1
+    count = _group_count(len(peers))
     if leading is None:
         leading = (1 << len(peers)) - 1
     if (leading & contributing).bit_count() < count:
