@@ -31,6 +31,8 @@ FIRST_LOOKUP_S = 0.5
 MAX_LOOKUP_INTERVAL_S = 60.0
 FIRST_RETRY_S = 0.5
 MAX_BOOTSTRAP_RETRY_S = 15.0
+MAX_JOINING_RETRY_S = 3.0
+"""While this node has no run yet: it waits for one for half a minute only."""
 MAX_RETRY_ALONE_S = 15.0
 MAX_RETRY_S = 60.0
 RETRY_EACH_S = 1.0
@@ -179,7 +181,8 @@ class Discovery:
                     error.errors.get(address) or str(error) if isinstance(error, DialError) else error.reason
                 )
             await trio.sleep(delay_s * random.uniform(0.8, 1.2))
-            delay_s = min(delay_s * 1.7, MAX_BOOTSTRAP_RETRY_S)
+            longest_s = MAX_BOOTSTRAP_RETRY_S if self._owner.run_id is not None else MAX_JOINING_RETRY_S
+            delay_s = min(delay_s * 1.7, longest_s)
 
     async def _gather_records(self) -> None:
         async for _ in self._owner.membership.changes():
